@@ -1,0 +1,13 @@
+"""Fused optimizers for PyTorch: every parameter in one pass over memory, on any device.
+
+>>> import torch, fusedstep
+>>> model = torch.nn.Linear(4, 2)
+>>> optimizer = fusedstep.AdamW(model.parameters(), lr=1e-3)
+>>> model(torch.randn(8, 4)).square().mean().backward()
+>>> optimizer.step()
+"""
+
+from .optimizers import SGD, Adam, AdamW
+
+__all__ = ["SGD", "Adam", "AdamW"]
+__version__ = "0.1.0"

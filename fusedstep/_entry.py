@@ -1,0 +1,190 @@
+"""One parameter of the plan: what its rule needs, checked and allocated before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import engines
+from ._layout import dense_strides, empty_like, laid_like, lies_like
+
+
+class Rule(NamedTuple):
+    """An optimizer's mathematics: how scalars are prepared, how a value is updated, what it remembers.
+
+    `counts` says whether the step count is part of the saved state. Where it is not, a parameter whose
+    states exist has been stepped before, and that is all its rule may ask.
+    """
+
+    scalars: Callable
+    update: Callable
+    states: tuple[str, ...]
+    counts: bool = True
+
+    @property
+    def roles(self) -> int:
+        """Tensors of one parameter: itself, its gradient, its states."""
+        return 2 + len(self.states)
+
+    @property
+    def scalar_count(self) -> int:
+        return self.update.__code__.co_argcount - self.roles
+
+
+class Settings(NamedTuple):
+    """What the user chose for the whole optimizer."""
+
+    owner: str
+    engine: str | None = None
+    state_dtype: torch.dtype | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A parameter with its states, the engine that steps it and how its roles are stored."""
+
+    param: Tensor
+    state: dict[str, Any]
+    rule: Rule
+    group: int
+    engine: ModuleType
+    # of parameter, gradient and states; a complex number is stored as two of these
+    dtypes: tuple[torch.dtype, ...]
+    # states that are new or had to move, not yet part of `state`
+    fresh: dict[str, Tensor]
+    # the count so far, and then this entry's view of the table's counts
+    step: Any
+    device: torch.device
+    # of every role, where an engine works by address
+    strides: tuple[int, ...] = ()
+    # dense stand-ins for a parameter or gradient that does not lie so
+    param_copy: Tensor | None = None
+    grad_copy: Tensor | None = None
+
+    @property
+    def bucket(self) -> tuple:
+        """Entries with equal keys can share a launch."""
+        return (self.rule.update.__name__, *map(str, self.dtypes))
+
+    def fits(self, grad: Tensor) -> bool:
+        """Whether parameter and gradient are still stored as this entry was built for."""
+        p = self.param
+        if (p.device, real(p), real(grad), grad.shape) != (self.device, *self.dtypes[:2], p.shape):
+            return False
+        if not self.engine.BY_ADDRESS:
+            return True
+        return (
+            p.is_complex() == grad.is_complex()
+            and dense_strides(p) == self.strides
+            and lies_like(p, self.strides) == (self.param_copy is None)
+            and lies_like(grad, self.strides) == (self.grad_copy is None)
+        )
+
+    def commit(self) -> None:
+        """Make what was prepared part of the optimizer's state."""
+        if self.rule.counts:
+            self.state["step"] = self.step
+        self.state.update(self.fresh)
+        self.fresh = {}
+
+    def copy_in(self) -> None:
+        if self.param_copy is not None:
+            self.param_copy.copy_(self.param)
+        if self.grad_copy is not None:
+            self.grad_copy.copy_(self.param.grad)
+
+    def copy_out(self) -> None:
+        if self.param_copy is not None:
+            self.param.copy_(self.param_copy)
+
+
+def real(t: Tensor) -> torch.dtype:
+    """The dtype of the real numbers in `t`."""
+    return t.dtype.to_real() if t.is_complex() else t.dtype
+
+
+def make_entry(p: Tensor, state: dict | None, rule: Rule, group: int, settings: Settings) -> Entry:
+    """Check a parameter and its gradient, choose its engine, allocate what it lacks. Writes nothing."""
+    g, state = p.grad, {} if state is None else state
+    _check(p, g, settings.owner)
+    if state and "step" not in state and not any(name in state for name in rule.states):
+        raise RuntimeError(
+            f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {rule.states}: "
+            "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
+        )
+    engine = engines.choose(p, g, settings.engine)
+    strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
+    stepped = state.get("step", 0.0) if rule.counts else 1.0
+    states, fresh = [], {}
+    for name in rule.states:
+        found = state.get(name)
+        if found is None:
+            stepped = stepped if rule.counts else 0.0
+            tensor = _new_state(p, strides, settings.state_dtype, engine)
+        else:
+            tensor = _adopted(found, p, strides, name, engine)
+        states.append(tensor)
+        if tensor is not found:
+            fresh[name] = tensor
+    entry = Entry(
+        param=p,
+        state=state,
+        rule=rule,
+        group=group,
+        engine=engine,
+        dtypes=tuple(map(real, (p, g, *states))),
+        fresh=fresh,
+        step=stepped,
+        device=p.device,
+        strides=strides,
+    )
+    if engine.BY_ADDRESS:
+        if not lies_like(p, strides):
+            entry.param_copy = empty_like(p, strides)
+        if not lies_like(g, strides):
+            entry.grad_copy = empty_like(g, strides)
+    return entry
+
+
+def _check(p: Tensor, g: Tensor, owner: str) -> None:
+    if g.layout != torch.strided:
+        raise RuntimeError(
+            f"{owner} does not support sparse gradients, please consider SparseAdam instead, "
+            "or build the embedding with sparse=False"
+        )
+    for t, what in ((p, "parameter"), (g, "gradient")):
+        if not (t.is_floating_point() or t.is_complex()):
+            raise TypeError(f"{owner} needs floating-point tensors, but a {what} is {t.dtype}; convert it")
+    if p.shape != g.shape or p.is_complex() != g.is_complex():
+        raise RuntimeError(
+            f"{owner} found a gradient of shape {tuple(g.shape)} and {g.dtype} for a parameter of shape "
+            f"{tuple(p.shape)} and {p.dtype}; call zero_grad() after changing a parameter"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
+
+
+def _new_state(p: Tensor, strides: tuple, dtype: torch.dtype | None, engine: ModuleType) -> Tensor:
+    if dtype is None:
+        dtype = p.dtype
+    elif p.is_complex():
+        dtype = dtype.to_complex()
+    if not engine.BY_ADDRESS:
+        return torch.zeros_like(p, dtype=dtype, requires_grad=False)
+    return empty_like(p, strides, dtype).zero_()
+
+
+def _adopted(found: Tensor, p: Tensor, strides: tuple, name: str, engine: ModuleType) -> Tensor:
+    """A state that exists, on the parameter's device and laid out like it."""
+    if found.shape != p.shape or found.is_complex() != p.is_complex():
+        raise RuntimeError(
+            f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, its parameter "
+            f"{tuple(p.shape)} and {p.dtype}; load a matching checkpoint or delete optimizer.state[p]"
+        )
+    found = found if found.device == p.device else found.to(p.device)
+    return laid_like(found, strides) if engine.BY_ADDRESS else found

@@ -1,0 +1,142 @@
+"""The abstract optimizer that every class of ours is: groups, lazy state, step, AMP, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _get_scalar_dtype
+
+from . import engines
+from ._entry import Rule, Settings
+from ._plan import Amp, Plan
+
+STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of all optimizers here; a subclass adds a signature, `options` and `rule`, nothing else."""
+
+    # the group options its scalars are prepared from, in that order, and those that only choose the rule
+    options: ClassVar[tuple[str, ...]]
+    switches: ClassVar[tuple[str, ...]] = ()
+    options_of: ClassVar[Callable[[dict[str, Any]], tuple]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "options"):
+            cls.options_of = itemgetter("maximize", *cls.options, *cls.switches)
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        _check_flags(defaults)
+        if state_dtype is not None and state_dtype not in STATE_DTYPES:
+            raise ValueError(f"Invalid state_dtype: {state_dtype}; use one of {STATE_DTYPES}, or None")
+        if engine is not None and engine not in engines.NAMES:
+            raise ValueError(f"Invalid engine: {engine!r}; use one of {engines.NAMES}, or None")
+        self.state_dtype, self.engine = state_dtype, engine
+        # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
+        self._step_supports_amp_scaling = True
+        self._plan: Plan | None = None
+        super().__init__(params, defaults)
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        """The rule that steps this group."""
+        raise NotImplementedError
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(type(self).__name__, self.engine, self.state_dtype)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; with a closure, call it first and return its value."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._plan is None or not self._plan.describes(self):
+            # not kept if building fails: the next step starts over
+            self._plan = None
+            self._plan = Plan(self)
+        # a GradScaler sets these two around its call
+        self._plan.step(Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)))
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            _check_flags(param_group)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # torch's loader would cast every state to the parameter's dtype: hand it boxes, after the user's hooks
+        handle = self.register_load_state_dict_pre_hook(_boxed)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        ours = ("state_dtype", "engine", "_step_supports_amp_scaling")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None
+        for group in self.param_groups:
+            # checkpoints of older versions, or of torch.optim, lack the newer options
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            _check_flags(group)
+        for p, values in self.state.items():
+            if isinstance(values, dict):
+                for name, value in values.items():
+                    if isinstance(value, _Box) or name == "step":
+                        values[name] = self._loaded(p, name, value)
+
+    def _loaded(self, p: Tensor, name: str, value: Any) -> Tensor:
+        """A state from a checkpoint, on the parameter's device and in the dtype this optimizer keeps."""
+        value = value.tensor if isinstance(value, _Box) else value
+        if name == "step":
+            # a copy: the dict may be another optimizer's, still counting
+            return torch.as_tensor(value, dtype=_get_scalar_dtype()).detach().clone()
+        dtype = p.dtype if self.state_dtype is None else self.state_dtype
+        if p.is_complex():
+            dtype = dtype.to_complex()
+        return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)
+
+
+class _Box:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _boxed(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def box(values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: _Box(v) if isinstance(v, Tensor) else v for name, v in values.items()}
+
+    return {**state_dict, "state": {key: box(values) for key, values in state_dict["state"].items()}}
+
+
+def _check_flags(options: dict[str, Any]) -> None:
+    if options.get("fused") and options.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if options.get("fused") and options.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if options.get("differentiable"):
+        raise RuntimeError(
+            "differentiable=True is not supported: the fused update is not recorded by autograd; "
+            "use torch.optim for differentiating through an optimizer step"
+        )

@@ -1,0 +1,108 @@
+"""Every update rule, written once, in order of increasing complexity.
+
+A rule is the paper's box: a plain function over single values that takes the parameter `p`, the
+gradient `g`, the optimizer's states and the scalars of `_scalars`, and returns the new parameter and
+the new states. It knows nothing of pointers, dtypes or devices. The Triton engine compiles it as a
+device function, the Numba engine inlines it into a loop, the torch engine calls it with tensors.
+
+A rule may use operators, comparison, other functions of this file, and the vocabulary below, which
+every engine binds to its own functions. `fma` and `div` are spelled out so that every engine and every
+compiler version rounds alike. A literal number would make some engines compute in double precision:
+what is constant over a tensor is a scalar, prepared in `_scalars`.
+
+The gradient arrives unscaled and with its sign already turned for `maximize`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+# the vocabulary, with its meaning on plain Python numbers
+
+
+def fma(a, b, c):
+    """a * b + c, rounded once where the hardware can."""
+    return a * b + c
+
+
+def div(a, b):
+    """a / b, correctly rounded."""
+    return a / b
+
+
+def where(condition, a, b):
+    return a if condition else b
+
+
+def maximum(a, b):
+    """The larger one; NaN if either is."""
+    return a if a > b or a != a else b
+
+
+VOCABULARY = {"fma": fma, "div": div, "where": where, "maximum": maximum, "sqrt": sqrt}
+
+
+# the rules
+
+
+def sgd(p, g, lr, weight_decay):
+    return (fma(-lr, decayed(p, g, weight_decay), p),)
+
+
+def momentum(p, g, b, lr, weight_decay, keep, take, nesterov):
+    g = decayed(p, g, weight_decay)
+    b = fma(take, g, keep * b)
+    return fma(-lr, where(nesterov != 0, fma(keep, b, g), b), p), b
+
+
+def adam(p, g, m, v, shrink, weight_decay, beta1, rate1, beta2, rate2, lr, root, eps):
+    m, v = moments(decayed(p, g, weight_decay), m, v, beta1, rate1, beta2, rate2)
+    return descended(p, m, v, shrink, lr, root, eps), m, v
+
+
+def amsgrad(p, g, m, v, w, shrink, weight_decay, beta1, rate1, beta2, rate2, lr, root, eps):
+    m, v = moments(decayed(p, g, weight_decay), m, v, beta1, rate1, beta2, rate2)
+    w = maximum(w, v)
+    return descended(p, m, w, shrink, lr, root, eps), m, v, w
+
+
+# what rules have in common
+
+
+def decayed(p, g, weight_decay):
+    # an infinite weight without decay must not turn the gradient into NaN
+    return where(weight_decay != 0, fma(weight_decay, p, g), g)
+
+
+def moments(g, m, v, beta1, rate1, beta2, rate2):
+    d = g - m
+    # m + rate * d forgets g where m is much larger: start from the nearer end
+    m = where(rate1 < beta1, fma(rate1, d, m), fma(-beta1, d, g))
+    return m, fma(rate2 * g, g, beta2 * v)
+
+
+def descended(p, m, v, shrink, lr, root, eps):
+    return fma(-lr, div(m, fma(root, sqrt(v), eps)), shrink * p)
+
+
+def bind(
+    function: Callable,
+    vocabulary: dict[str, Any],
+    compile: Callable[[Callable], Any] = lambda f: f,
+) -> Any:
+    """`function` compiled with this engine's vocabulary in place of Python's, and so whatever it calls.
+
+    >>> bind(sgd, {"fma": lambda a, b, c: c - 1, "where": where})(5.0, 3.0, 0.1, 0.0)
+    (4.0,)
+    """
+    names = dict(vocabulary)
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if name not in names and isinstance(called, types.FunctionType):
+            names[name] = bind(called, vocabulary, compile)
+    bound = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    bound.__module__, bound.__qualname__ = function.__module__, function.__qualname__
+    return compile(bound)

@@ -1,0 +1,78 @@
+"""Which engine steps a parameter. An engine is a module with
+
+    BY_ADDRESS             whether it works on addresses (dense, plain tensors) or on tensors
+    unavailable(device)    why it cannot run on this type of device; None if it can
+    chunk(bucket)          elements that one unit of its work covers
+    compile(table)         make ready to launch; may raise, nothing has been written yet
+    step(table, amp)       one update of every live row, in place
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+NAMES = ("torch", "cpu", "triton")
+
+# columns of a table's rows; the addresses of parameter, gradient and states follow
+LIVE, GROUP, NUMEL, FULL, POINTERS = range(5)
+
+_DEFAULT = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
+
+_DTYPES = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+}
+
+
+def choose(p: Tensor, g: Tensor, requested: str | None) -> ModuleType:
+    """The engine for a parameter: the one asked for, or the best one for its device."""
+    name = requested or _DEFAULT.get(p.device.type, "torch")
+    if name == "torch":
+        return _load("torch", p.device.type)[0]
+    engine, problem = _load(name, p.device.type)
+    if problem is None and engine.BY_ADDRESS:
+        odd = next((t for t in (p, g) if not _is_plain(t)), None)
+        if odd is not None:
+            engine, problem = None, f"it takes plain float tensors, not {odd.dtype} {type(odd).__name__}"
+            if requested is None:
+                return _load("torch", p.device.type)[0]
+    if problem is None:
+        return engine
+    if requested is not None:
+        raise RuntimeError(
+            f"engine={requested!r} cannot step a parameter on {p.device}: {problem}. "
+            f"Leave engine=None to let fusedstep choose, or use engine='torch', which takes everything"
+        )
+    _warn_once(f"fusedstep falls back to plain tensor operations on {p.device.type}, slower: {problem}")
+    return _load("torch", p.device.type)[0]
+
+
+@functools.cache
+def _load(name: str, device_type: str) -> tuple[ModuleType, str | None]:
+    """An engine, imported on first use, and why it cannot serve this type of device."""
+    try:
+        engine = importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        return None, f"it needs a package that cannot be imported ({error})"
+    return engine, engine.unavailable(device_type)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def _is_plain(t: Tensor) -> bool:
+    """A tensor whose memory is what it seems: no wrapper (DTensor, FakeTensor, quantized), a dtype we load."""
+    return t.dtype in _DTYPES and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
