@@ -65,7 +65,8 @@ class Bucket:
         self._targets = [e.param if e.param_copy is None else e.param_copy for e in live]
         self._grad_copies = [(i, e.grad_copy) for i, e in enumerate(live) if e.grad_copy is not None]
         self.staged = [e for e in live if e.param_copy is not None or e.grad_copy is not None]
-        self._guard = Guard([*self.params, *map(_grad, self.params)])
+        # gradients alone: autograd lays them out as the parameter lies, so they show what it became
+        self._guard = Guard([*map(_grad, self.params)])
         self._addresses, self._state_addresses = Addresses(), Addresses()
         self._state_addresses.moved(self._state_tensors())
         self.refresh()
@@ -79,7 +80,7 @@ class Bucket:
         if not self.engine.BY_ADDRESS:
             return self.survey()
         grads = [*map(_grad, self.params)]
-        if any(p.grad is not None for p in self._dead) or not self._guard.holds([*self.params, *grads]):
+        if any(p.grad is not None for p in self._dead) or not self._guard.holds(grads):
             return self.survey()
         try:
             if self.rule.counts and not all(map(is_, map(_step, self._states), self._steps)):

@@ -1,13 +1,16 @@
 """The engine for CPU tensors: rules compiled by Numba over the plan's tables of addresses.
 
 One call updates all tensors of a bucket. Large tensors are cut into chunks and small ones packed, into
-ranges of about equal work that `torch.get_num_threads()` threads take one after the other; who takes
-which does not change a bit of the result. The threads are Python's (the kernels release its lock):
-Numba's own thread layers break after a fork or when two threads call them at once.
+ranges of about equal work that threads take one after the other; who takes which does not change a bit
+of the result. The threads are the OpenMP team that torch itself runs on, honouring
+`torch.get_num_threads()`: after a backward they are still awake, and threads of our own would fight them
+for the cores (measured: 4 ms a step). Where that team cannot be had (another compiler's OpenMP, a forked
+child), Python's threads do the work.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import math
@@ -15,24 +18,25 @@ import os
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 from llvmlite import ir
+from numba import carray
 from numba.core import types as nb
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from .._rules import bind
-from . import GROUP, LIVE, NUMEL, POINTERS
+from . import GROUP, LIVE, NUMEL, POINTERS, _vector
+from ._vector import LANES
 
 BY_ADDRESS = True
-# elements: a chunk fits the caches, a range is worth waking a thread for
+# elements: a chunk fits the caches, a range is worth a turn of a thread
 _CHUNK, _RANGE = 1 << 16, 1 << 19
-
-_FLOATS = {torch.float32: nb.float32, torch.float64: nb.float64}
 
 
 def unavailable(device_type: str) -> str | None:
@@ -43,104 +47,34 @@ def chunk(bucket) -> int:
     return _CHUNK
 
 
-# how values are stored: the one place that knows
-
-
-def _widen(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype, to: ir.Type) -> ir.Value:
-    if stored == torch.bfloat16:
-        bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.IntType(32)(16))
-        value, stored = builder.bitcast(bits, ir.FloatType()), torch.float32
-    if value.type == to:
-        return value
-    return builder.fptrunc(value, to) if stored == torch.float64 else builder.fpext(value, to)
-
-
-def _narrow(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir.Value:
-    to = _IR_TYPES[stored]
-    if stored == torch.bfloat16:
-        if value.type != ir.FloatType():
-            value = builder.fptrunc(value, ir.FloatType())
-        bits, i32 = builder.bitcast(value, ir.IntType(32)), ir.IntType(32)
-        # round to nearest even: add half of what is cut off, and the last kept bit for a tie
-        last = builder.and_(builder.lshr(bits, i32(16)), i32(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(last, i32(0x7FFF))), i32(16))
-        is_nan = builder.fcmp_unordered("uno", value, value)
-        return builder.trunc(builder.select(is_nan, i32(0x7FC0), rounded), to)
-    if value.type == to:
-        return value
-    return builder.fpext(value, to) if to == ir.DoubleType() else builder.fptrunc(value, to)
-
-
-_IR_TYPES = {
-    torch.float64: ir.DoubleType(),
-    torch.float32: ir.FloatType(),
-    torch.float16: ir.HalfType(),
-    torch.bfloat16: ir.IntType(16),
-}
-
-
-def _place(context, builder, addresses: ir.Value, index: ir.Value, role: int, dtype: torch.dtype) -> ir.Value:
-    base = builder.inttoptr(builder.extract_value(addresses, role), _IR_TYPES[dtype].as_pointer())
-    return builder.gep(base, [index])
-
-
-def _loader(dtypes: tuple[torch.dtype, ...], compute: nb.Float) -> Callable:
-    """load(addresses, i): element i of every role, as a tuple of `compute`."""
-
-    @intrinsic
-    def load(typing_context, addresses, i):
-        def codegen(context, builder, signature, args):
-            to = context.get_value_type(compute)
-            values = []
-            for role, dtype in enumerate(dtypes):
-                place = _place(context, builder, *args, role, dtype)
-                values.append(_widen(builder, builder.load(place), dtype, to))
-            return context.make_tuple(builder, signature.return_type, values)
-
-        return nb.UniTuple(compute, len(dtypes))(addresses, i), codegen
-
-    return load
-
-
-def _storer(dtypes: tuple[torch.dtype, ...]) -> Callable:
-    """store(addresses, i, values): write element i of every role, rounded to its dtype."""
-
-    @intrinsic
-    def store(typing_context, addresses, i, values):
-        def codegen(context, builder, signature, args):
-            *where, values = args
-            for role, dtype in enumerate(dtypes):
-                value = _narrow(builder, builder.extract_value(values, role), dtype)
-                builder.store(value, _place(context, builder, *where, role, dtype))
-            return context.get_dummy_value()
-
-        return nb.void(addresses, i, values), codegen
-
-    return store
-
-
-@intrinsic
-def _fma(typing_context, a, b, c):
-    def codegen(context, builder, signature, args):
-        kind = context.get_value_type(signature.return_type)
-        name = "llvm.fma.f64" if kind == ir.DoubleType() else "llvm.fma.f32"
-        function = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(kind, [kind] * 3))
-        return builder.call(function, args)
-
-    return a(a, a, a), codegen
-
-
 _njit = functools.partial(numba.njit, error_model="numpy", nogil=True)
 _inline = functools.partial(_njit, forceinline=True)
 
-_VOCABULARY = {
-    "fma": _inline(lambda a, b, c: _fma(a, b, c)),
-    "div": _inline(lambda a, b: a / b),
+# for rules, on vectors
+_VECTORS = {name: getattr(_vector, name) for name in ("fma", "div", "where", "maximum", "sqrt")}
+# for their scalars, on numbers
+_NUMBERS = {
     "where": _inline(lambda condition, a, b: a if condition else b),
-    "maximum": _inline(lambda a, b: a if a > b or a != a else b),
     "sqrt": math.sqrt,
     "power": math.pow,
 }
+
+
+@intrinsic
+def _pointer(typing_context, address, kind):
+    """An address as a pointer to numbers of `kind`."""
+    pointer = nb.CPointer(kind.dtype)
+    return pointer(address, kind), lambda context, builder, signature, args: builder.inttoptr(
+        args[0], context.get_value_type(pointer)
+    )
+
+
+@intrinsic
+def _take(typing_context, counter):
+    """Add one to what `counter` points to, at once for all threads, and return what it was."""
+    return nb.int64(counter), lambda context, builder, signature, args: builder.atomic_rmw(
+        "add", args[0], ir.IntType(64)(1), "monotonic"
+    )
 
 
 # the two kernels; these names are bound anew for each rule and signature by `_specialised`
@@ -148,7 +82,9 @@ prepare: Any = None
 update: Any = None
 load: Any = None
 store: Any = None
-COMPUTE: Any = None
+load_tail: Any = None
+store_tail: Any = None
+fill: Any = None
 OPTIONS, ROLES, SCALARS = 0, 0, 0
 
 
@@ -164,31 +100,50 @@ def _prepare(rows, steps, hyper, scalars, scale):
                 scalars[t, k + 1] = values[k]
 
 
-def _update(rows, scalars, chunks, first, last):
-    """Update the elements of chunks first:last."""
-    for c in range(first, last):
-        t = chunks[c, 0]
-        begin, end = chunks[c, 1], min(chunks[c, 1] + _CHUNK, rows[t, NUMEL])
-        roles = to_fixed_tuple(rows[t, POINTERS:], ROLES)
-        targets = roles[:1] + roles[2:]
-        s = to_fixed_tuple(scalars[t].astype(COMPUTE), SCALARS)
-        for i in range(begin, end):
-            values = load(roles, i)
-            values = values[:1] + (values[1] * s[0],) + values[2:]
-            store(targets, i, update(*(values + s[1:])))
+# a job: the next range to take, how many there are, then address and shape of the four tables
+_NEXT, _RANGES, _CUTS, _CHUNKS, _ROWS, _WIDTH, _SCALARS, _COLUMNS = range(8)
 
 
-def _specialised(kernel: Callable, names: dict[str, Any], key: str, signature: tuple) -> Callable:
-    """`kernel` compiled with `names` bound, kept on disk under a name for all its code depends on."""
+def _update(job):
+    """Take range after range and update the elements of its chunks, until none is left."""
+    j = carray(job, 8)
+    cuts = carray(_pointer(j[_CUTS], np.int64), j[_RANGES] + 1)
+    chunks = carray(_pointer(j[_CHUNKS], np.int64), (cuts[j[_RANGES]], 2))
+    rows = carray(_pointer(j[_ROWS], np.int64), (1 << 62, j[_WIDTH]))
+    scalars = carray(_pointer(j[_SCALARS], np.float64), (1 << 62, j[_COLUMNS]))
+    while True:
+        r = _take(job)
+        if r >= j[_RANGES]:
+            break
+        for c in range(cuts[r], cuts[r + 1]):
+            t, begin = chunks[c]
+            end = min(begin + _CHUNK, rows[t, NUMEL])
+            roles = to_fixed_tuple(rows[t, POINTERS:], ROLES)
+            targets = roles[:1] + roles[2:]
+            s = fill(to_fixed_tuple(scalars[t], SCALARS))
+            full = begin + (end - begin) // LANES * LANES
+            for i in range(begin, full, LANES):
+                x = load(roles, i, LANES)
+                x = x[:1] + (x[1] * s[0],) + x[2:]
+                store(targets, i, LANES, update(*(x + s[1:])))
+            if full < end:
+                x = load_tail(roles, full, end - full)
+                x = x[:1] + (x[1] * s[0],) + x[2:]
+                store_tail(targets, full, end - full, update(*(x + s[1:])))
+
+
+def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
+    """`kernel` with `names` bound, called by a name for all that its code depends on: its place on disk."""
     bound = types.FunctionType(kernel.__code__, {**globals(), **names}, kernel.__name__)
     bound.__qualname__, bound.__module__ = f"{kernel.__name__}_{key}", __name__
+    return bound
+
+
+def _kept_on_disk(compile: Callable[..., Any]) -> Any:
     try:
-        compiled = _njit(cache=True)(bound)
-        compiled.compile(signature)
+        return compile(cache=True)
     except (RuntimeError, OSError):  # nowhere to write: for this process alone
-        compiled = _njit(bound)
-        compiled.compile(signature)
-    return compiled
+        return compile(cache=False)
 
 
 def _fingerprint(function: Callable) -> str:
@@ -199,67 +154,99 @@ def _fingerprint(function: Callable) -> str:
     return hashlib.sha1("".join(code).encode()).hexdigest()[:12]
 
 
-_ROWS, _DOUBLES = nb.int64[:, ::1], nb.float64[:, ::1]
-
-
 @functools.cache
 def _prepare_kernel(rule: Callable, steps_dtype: np.dtype) -> Callable:
-    names = {"prepare": bind(rule, _VOCABULARY, _inline), "OPTIONS": rule.__code__.co_argcount - 1}
-    signature = (_ROWS, numba.from_dtype(steps_dtype)[::1], _DOUBLES, _DOUBLES, nb.float64)
-    return _specialised(_prepare, names, f"{rule.__name__}_{_fingerprint(rule)}", signature)
+    names = {"prepare": bind(rule, _NUMBERS, _inline), "OPTIONS": rule.__code__.co_argcount - 1}
+    bound = _bound(_prepare, names, f"{rule.__name__}_{_fingerprint(rule)}")
+    table = nb.float64[:, ::1]
+    signature = nb.void(nb.int64[:, ::1], numba.from_dtype(steps_dtype)[::1], table, table, nb.float64)
+    return _kept_on_disk(lambda cache: _njit(signature, cache=cache)(bound))
 
 
 @functools.cache
-def _update_kernel(rule: Callable, scalars: int, dtypes: tuple[torch.dtype, ...]) -> Callable:
-    compute = torch.float64 if torch.float64 in dtypes else torch.float32
+def _update_kernel(rule: Callable, scalars: int, dtypes: tuple[torch.dtype, ...]) -> Any:
+    compute = _vector.FLOATS[torch.float64 if torch.float64 in dtypes else torch.float32]
     names = {
-        "update": bind(rule, _VOCABULARY, _inline),
-        "load": _loader(dtypes, _FLOATS[compute]),
-        "store": _storer(dtypes[:1] + dtypes[2:]),
-        "COMPUTE": np.float64 if compute == torch.float64 else np.float32,
+        "update": bind(rule, _VECTORS, _inline),
+        "load": _vector.loader(dtypes, compute, masked=False),
+        "load_tail": _vector.loader(dtypes, compute, masked=True),
+        "store": _vector.storer(dtypes[:1] + dtypes[2:], masked=False),
+        "store_tail": _vector.storer(dtypes[:1] + dtypes[2:], masked=True),
+        "fill": _vector.filler(compute),
         "ROLES": len(dtypes),
         "SCALARS": 1 + scalars,
     }
     stored = "_".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    key = f"{rule.__name__}_{stored}_{_fingerprint(rule)}"
-    return _specialised(_update, names, key, (_ROWS, _DOUBLES, _ROWS, nb.int64, nb.int64))
+    bound = _bound(_update, names, f"{rule.__name__}_{stored}_{_fingerprint(rule)}")
+    signature = nb.void(nb.CPointer(nb.int64))
+    return _kept_on_disk(lambda cache: numba.cfunc(signature, cache=cache, error_model="numpy")(bound))
 
 
 def compile(table) -> None:
     first = 0
+    rows, scalars = table.host_rows, table.scalars.numpy()
     for bucket in table.buckets:
         kernel = _update_kernel(bucket.rule.update, bucket.rule.scalar_count, bucket.dtypes)
-        counts = -(-bucket.numels // _CHUNK)
-        tensors = np.repeat(np.arange(len(counts)), counts)
-        starts = (np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)) * _CHUNK
-        sizes = np.minimum(bucket.numels[tensors] - starts, _CHUNK)
-        # cut where the running number of elements passes a multiple of _RANGE
-        ends = np.flatnonzero(np.diff(np.cumsum(sizes) // _RANGE, append=-1)) + 1
-        chunks = np.stack((tensors + first, starts), 1).astype(np.int64)
-        bucket.launch = kernel, chunks, [0, *ends.tolist()]
-        first += len(counts)
+        chunks, cuts = _chunks(bucket.numels)
+        chunks[:, 0] += first
+        first += len(bucket.numels)
+        job = [0, len(cuts) - 1, cuts.ctypes.data, chunks.ctypes.data]
+        job += [rows.ctypes.data, rows.shape[1], scalars.ctypes.data, scalars.shape[1]]
+        # the tables are named here so that they live as long as the job that points to them
+        bucket.launch = kernel, np.array(job, np.int64), (cuts, chunks)
     _prepare_kernel(table.rule.scalars, table.steps.numpy().dtype)
 
 
+def _chunks(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tensor, first element) of every chunk, and where to cut that list into ranges of about equal work."""
+    counts = -(-numels // _CHUNK)
+    tensors = np.repeat(np.arange(len(counts)), counts)
+    starts = (np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)) * _CHUNK
+    sizes = np.minimum(numels[tensors] - starts, _CHUNK)
+    ends = np.flatnonzero(np.diff(np.cumsum(sizes) // _RANGE, append=-1)) + 1
+    return np.stack((tensors, starts), 1).astype(np.int64), np.array([0, *ends], np.int64)
+
+
 def step(table, amp) -> None:
+    # both live on the host already: reading them waits for nothing
     if amp.found_inf is not None and float(amp.found_inf):
         return
-    rows, steps, scalars = table.host_rows, table.steps.numpy(), table.scalars.numpy()
     scale = 1.0 if amp.scale is None else float(amp.scale)
-    _prepare_kernel(table.rule.scalars, steps.dtype)(rows, steps, table.hyper.numpy(), scalars, scale)
+    steps, scalars = table.steps.numpy(), table.scalars.numpy()
+    prepare = _prepare_kernel(table.rule.scalars, steps.dtype)
+    prepare(table.host_rows, steps, table.hyper.numpy(), scalars, scale)
     for bucket in table.buckets:
-        kernel, chunks, cuts = bucket.launch
-        ranges = iter(zip(cuts, cuts[1:]))
-        helpers = min(torch.get_num_threads(), len(cuts) - 1) - 1
+        kernel, job, _ = bucket.launch
+        job[_NEXT] = 0
+        _run(kernel, job, min(torch.get_num_threads(), int(job[_RANGES])))
 
-        def work(kernel=kernel, chunks=chunks, ranges=ranges) -> None:
-            for first, last in ranges:
-                kernel(rows, scalars, chunks, first, last)
 
-        futures = [_pool().submit(work) for _ in range(helpers)]
-        work()
+def _run(kernel: Any, job: np.ndarray, threads: int) -> None:
+    """Let `threads` threads work on a job together."""
+    parallel = None if _forked else _openmp()
+    if threads <= 1:
+        kernel.ctypes(job.ctypes.data_as(_JOB))
+    elif parallel is not None:
+        parallel(kernel.address, job.ctypes.data, threads, 0)
+    else:
+        futures = [_pool().submit(kernel.ctypes, job.ctypes.data_as(_JOB)) for _ in range(threads)]
         for future in futures:
             future.result()
+
+
+_JOB = ctypes.POINTER(ctypes.c_int64)
+
+
+@functools.cache
+def _openmp() -> Any:
+    """GOMP_parallel of the OpenMP that torch is linked to; LLVM's and Intel's have it too."""
+    try:
+        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return parallel
 
 
 @functools.cache
@@ -267,5 +254,14 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fusedstep")
 
 
-# a child process has none of its parent's threads
-os.register_at_fork(after_in_child=_pool.cache_clear)
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and OpenMP would wait for them forever."""
+    global _forked
+    _forked = True
+    _pool.cache_clear()
+
+
+_forked = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
