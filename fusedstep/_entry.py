@@ -72,18 +72,33 @@ class Entry:
         return (self.rule.update.__name__, *map(str, self.dtypes))
 
     def fits(self, grad: Tensor) -> bool:
-        """Whether parameter and gradient are still stored as this entry was built for."""
-        p = self.param
-        if (p.device, real(p), real(grad), grad.shape) != (self.device, *self.dtypes[:2], p.shape):
+        """Whether parameter, gradient and states are still stored as this entry was built for."""
+        p, states = self.param, [self.state.get(name) for name in self.rule.states]
+        if self.rule.counts and self.state.get("step") is not self.step:
+            return False
+        roles = (p, grad, *states)
+        if any(
+            t is None or t.layout != torch.strided or t.device != self.device or t.shape != p.shape
+            for t in roles
+        ):
+            return False
+        if tuple(map(real, roles)) != self.dtypes or len({t.is_complex() for t in roles}) != 1:
             return False
         if not self.engine.BY_ADDRESS:
             return True
         return (
-            p.is_complex() == grad.is_complex()
+            all(type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ for t in roles)
             and dense_strides(p) == self.strides
             and lies_like(p, self.strides) == (self.param_copy is None)
             and lies_like(grad, self.strides) == (self.grad_copy is None)
+            and all(lies_like(t, self.strides) for t in states)
         )
+
+    def addresses(self) -> list[int]:
+        """Where the engine finds parameter, gradient and states."""
+        p = self.param if self.param_copy is None else self.param_copy
+        g = self.param.grad if self.grad_copy is None else self.grad_copy
+        return [t.data_ptr() for t in (p, g, *(self.state[name] for name in self.rule.states))]
 
     def commit(self) -> None:
         """Make what was prepared part of the optimizer's state."""

@@ -12,7 +12,7 @@ that vanishes switches its row off; one that moves rewrites its address; anythin
 from __future__ import annotations
 
 from itertools import chain, groupby
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
+from . import _scan
 from ._entry import Entry, make_entry
-from ._layout import Addresses, Guard, numel
+from ._layout import numel
 from .engines import FULL, GROUP, LIVE, NUMEL, POINTERS
 
-_grad, _params, _step = attrgetter("grad"), itemgetter("params"), itemgetter("step")
+_params = itemgetter("params")
 
 
 class Amp(NamedTuple):
@@ -45,70 +46,46 @@ class Bucket:
         self.entries, self.rows, self.engine = entries, rows, engine
         self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
         self.compute_dtype = torch.float64 if torch.float64 in self.dtypes else torch.float32
-        self._getters = [itemgetter(name) for name in self.rule.states]
         self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
-        # the engine's own: chunk table and compiled kernel
+        self.rows_changed = False
+        # the engine's own: chunk table, compiled kernel
         self.launch: Any = None
 
     def survey(self) -> bool:
-        """See which entries have a gradient; False if one no longer is what it was built as."""
+        """Look at every entry in Python; False if one is no longer what it was built as."""
         grads = [entry.param.grad for entry in self.entries]
         if not all(g is None or entry.fits(g) for entry, g in zip(self.entries, grads, strict=True)):
             return False
         live = [entry for entry, g in zip(self.entries, grads, strict=True) if g is not None]
-        self._dead = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
         self.rows[:, LIVE] = [g is not None for g in grads]
-        self.live, self.params = live, [entry.param for entry in live]
-        if not self.engine.BY_ADDRESS:
-            return True
-        self._states, self._steps = [e.state for e in live], [e.step for e in live]
-        self._targets = [e.param if e.param_copy is None else e.param_copy for e in live]
-        self._grad_copies = [(i, e.grad_copy) for i, e in enumerate(live) if e.grad_copy is not None]
+        self.params = [entry.param for entry in live]
+        self.absent = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
         self.staged = [e for e in live if e.param_copy is not None or e.grad_copy is not None]
-        # gradients alone: autograd lays them out as the parameter lies, so they show what it became
-        self._guard = Guard([*map(_grad, self.params)])
-        self._addresses, self._state_addresses = Addresses(), Addresses()
-        self._state_addresses.moved(self._state_tensors())
-        self.refresh()
+        self._scan = None
+        if self.engine.BY_ADDRESS:
+            self._write(np.array([entry.addresses() for entry in live], np.int64).reshape(len(live), -1))
+            # a lazily conjugated gradient looks like any other, so complex ones are surveyed every step
+            if _scan.API is not None and live and not self.staged and not live[0].param.is_complex():
+                steps = [entry.step if self.rule.counts else None for entry in live]
+                self._scan = _scan.Entries(self.params, [e.state for e in live], steps, self.rule.states)
         return True
-
-    def _state_tensors(self) -> list[Tensor]:
-        return [*chain.from_iterable(map(get, self._states) for get in self._getters)]
 
     def refresh(self) -> bool:
-        """Bring the rows up to date with where everything is now; False if the plan must be rebuilt."""
-        if not self.engine.BY_ADDRESS:
-            return self.survey()
-        grads = [*map(_grad, self.params)]
-        if any(p.grad is not None for p in self._dead) or not self._guard.holds(grads):
-            return self.survey()
-        try:
-            if self.rule.counts and not all(map(is_, map(_step, self._states), self._steps)):
-                return False
-            if self._state_addresses.moved(self._state_tensors()):
-                return False
-        except (KeyError, TypeError):  # a state was taken out, or is no tensor any more
-            return False
-        for i, copy in self._grad_copies:
-            grads[i] = copy
-        if self._addresses.moved([*self._targets, *grads]):
-            self._write()
-        return True
+        """Bring the rows up to date with where everything is now; False if the plan must be built anew."""
+        verdict = _scan.UNSURE if self._scan is None else self._scan.look()
+        if verdict == _scan.MOVED:
+            self._write(self._scan.addresses)
+        return verdict != _scan.UNSURE or self.survey()
 
-    def _write(self) -> None:
+    def _write(self, addresses: np.ndarray) -> None:
         live = self.rows[:, LIVE] != 0
-        numels = self.numels[live]
-        pointers = np.array(self._addresses.values + self._state_addresses.values, np.int64)
-        pointers = pointers.reshape(-1, len(numels)).T
-        chunk = self.engine.chunk(self)
-        aligned = (pointers % 16 == 0).all(axis=1)
+        numels, chunk = self.numels[live], self.engine.chunk(self)
+        aligned = (addresses % 16 == 0).all(axis=1)
         self.rows[:, NUMEL] = self.rows[:, FULL] = 0
         self.rows[live, NUMEL] = numels
         self.rows[live, FULL] = np.where(aligned, numels // chunk * chunk, 0)
-        self.rows[live, POINTERS : POINTERS + pointers.shape[1]] = pointers
-        self.moved = True
-
-    moved = False
+        self.rows[live, POINTERS : POINTERS + self.rule.roles] = addresses
+        self.rows_changed = True
 
 
 class Table:
@@ -153,10 +130,10 @@ class Table:
 
     def step(self, amp: Amp) -> None:
         """Update everything live, in place."""
-        if any(bucket.moved for bucket in self.buckets):
+        if any(bucket.rows_changed for bucket in self.buckets):
             _upload(self.host_rows, self.rows)
             for bucket in self.buckets:
-                bucket.moved = False
+                bucket.rows_changed = False
         if not self.engine.BY_ADDRESS:
             return self.engine.step(self, amp.to(self.device))
         staged = [entry for bucket in self.buckets for entry in bucket.staged]
@@ -211,24 +188,43 @@ class Plan:
                 entry.commit()
             for bucket in table.buckets:
                 bucket.survey()
-        self._states = [*state.values()]
         self._copy_cells()
+        self._record(optimizer)
+
+    def _record(self, optimizer: Any) -> None:
+        """Remember what the optimizer holds now, for the next step to compare."""
+        self._states = [*optimizer.state.values()]
+        self._scan = None
+        if _scan.API is not None and not self._tensors:
+            groups = optimizer.param_groups
+            options = ("maximize", *optimizer.options, *optimizer.switches)
+            self._scan = _scan.Groups(groups, options, optimizer.state, self._absent())
+
+    def _absent(self) -> list[Tensor]:
+        """Parameters without a gradient: of those there must be none later that has one."""
+        buckets = chain.from_iterable(table.buckets for table in self.tables)
+        return [*self._pending, *chain.from_iterable(bucket.absent for bucket in buckets)]
 
     def describes(self, optimizer: Any) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
         groups, state = optimizer.param_groups, optimizer.state
+        if self._scan is not None and self._scan.same(groups, state):
+            return all(table.refresh() for table in self.tables)
         members = [*map(_params, groups)]
         params = [*chain.from_iterable(members)]
-        return (
+        same = (
             len(params) == len(self._params)
             and all(map(is_, params, self._params))
             and [*map(len, members)] == [*map(len, self._members)]
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
-            and not any(p.grad is not None for p in self._pending)
+            and all(p.grad is None for p in self._pending)
             and self._refresh_options(optimizer)
-            and all(table.refresh() for table in self.tables)
+            and all(bucket.survey() for table in self.tables for bucket in table.buckets)
         )
+        if same:
+            self._record(optimizer)
+        return same
 
     def _refresh_options(self, optimizer: Any) -> bool:
         options = [*map(optimizer.options_of, optimizer.param_groups)]

@@ -123,21 +123,26 @@ def _prepare(
 
 
 @triton.jit
-def _tile(row, s, offsets, mask, RULE: tl.constexpr, DTYPES: tl.constexpr, COMPUTE: tl.constexpr):
-    """Update the elements at `offsets`; with mask None all of them, and every address is aligned."""
+def _tile(addresses, s, offsets, mask, RULE: tl.constexpr, COMPUTE: tl.constexpr):
+    """Update the elements at `offsets`, all of them if mask is None."""
     x = ()
+    for role in tl.static_range(len(addresses)):
+        x = x + (tl.load(addresses[role] + offsets, mask).to(COMPUTE),)
+    x = RULE(x[0], x[1] * s[0], *x[2:], *s[1:])
+    targets = addresses[:1] + addresses[2:]
+    for k in tl.static_range(len(targets)):
+        tl.store(targets[k] + offsets, x[k].to(targets[k].dtype.element_ty), mask)
+
+
+@triton.jit
+def _addresses(row, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
+    addresses = ()
     for role in tl.static_range(len(DTYPES)):
         address = tl.load(row + _POINTERS + role).to(tl.pointer_type(DTYPES[role]))
-        if mask is None:
+        if ALIGNED:
             address = tl.multiple_of(address, 16)
-        x = x + (tl.load(address + offsets, mask).to(COMPUTE),)
-    x = RULE(x[0], x[1] * s[0], *x[2:], *s[1:])
-    for result in tl.static_range(len(DTYPES) - 1):
-        role: tl.constexpr = 0 if result == 0 else result + 1
-        address = tl.load(row + _POINTERS + role).to(tl.pointer_type(DTYPES[role]))
-        if mask is None:
-            address = tl.multiple_of(address, 16)
-        tl.store(address + offsets, x[result].to(DTYPES[role]), mask)
+        addresses = addresses + (address,)
+    return addresses
 
 
 @triton.jit
@@ -167,13 +172,15 @@ def _update(
         s = s + (tl.load(scalars + t * COLUMNS + k).to(COMPUTE),)
     offsets = start + tl.arange(0, BLOCK)
     if start < tl.load(row + _FULL):
+        addresses = _addresses(row, DTYPES, True)
         for tile in tl.static_range(TILES):
-            _tile(row, s, offsets + tile * BLOCK, None, RULE, DTYPES, COMPUTE)
+            _tile(addresses, s, offsets + tile * BLOCK, None, RULE, COMPUTE)
     else:
+        addresses = _addresses(row, DTYPES, False)
         numel = tl.load(row + _NUMEL)
         for tile in tl.static_range(TILES):
             o = offsets + tile * BLOCK
-            _tile(row, s, o, o < numel, RULE, DTYPES, COMPUTE)
+            _tile(addresses, s, o, o < numel, RULE, COMPUTE)
 
 
 def unavailable(device_type: str) -> str | None:
