@@ -36,6 +36,8 @@ class Amp(NamedTuple):
     found_inf: Tensor | None = None
 
     def to(self, device: torch.device) -> Amp:
+        if self.scale is None and self.found_inf is None:
+            return self
         return Amp(*(t if t is None else t.to(device, non_blocking=True) for t in self))
 
 
@@ -48,7 +50,7 @@ class Bucket:
         self.compute_dtype = torch.float64 if torch.float64 in self.dtypes else torch.float32
         self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
         self.rows_changed = False
-        # the engine's own: chunk table, compiled kernel
+        # the engine's own: what it compiled and tabulated
         self.launch: Any = None
 
     def survey(self) -> bool:
@@ -106,6 +108,8 @@ class Table:
         self.scalars = torch.zeros(len(entries), 1 + scalars, dtype=exact, device=self.device)
         self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
         self.steps = self._adopt_steps()
+        # the engine's own, as a bucket's
+        self.launch: Any = None
         self.buckets = []
         for _, same in groupby(enumerate(self.entries), key=lambda pair: pair[1].bucket):
             indices, members = zip(*same, strict=True)
