@@ -177,15 +177,20 @@ def _widened(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype, to: ir
     if stored == torch.bfloat16:
         bits = builder.shl(builder.zext(value, _wide(_I32)), _fill(builder, _I32(16)))
         value = builder.bitcast(bits, _wide(_F32))
+    if stored == torch.float16:
+        value = builder.fpext(value, _wide(_F32))
     if value.type == to:
         return value
     return builder.fptrunc(value, to) if stored == torch.float64 else builder.fpext(value, to)
 
 
 def _narrowed(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir.Value:
-    to = _wide(_F32 if stored == torch.bfloat16 else _STORED[stored])
+    # 16 bits are reached from 32: processors have no instruction for more at once
+    to = _wide(_F64 if stored == torch.float64 else _F32)
     if value.type != to:
         value = (builder.fpext if stored == torch.float64 else builder.fptrunc)(value, to)
+    if stored == torch.float16:
+        return builder.fptrunc(value, _wide(_STORED[stored]))
     if stored != torch.bfloat16:
         return value
     if _ROUNDS_TO_BFLOAT:  # one instruction instead of eight

@@ -187,8 +187,10 @@ def _update(
     if start < tl.load(row + _FULL):
         _tiles(_addresses(row, DTYPES, True), s, start, None, RULE, COMPUTE, BLOCK, TILES)
     else:
-        numel = tl.load(row + _NUMEL)
-        _tiles(_addresses(row, DTYPES, False), s, start, numel, RULE, COMPUTE, BLOCK, TILES)
+        addresses, numel = _addresses(row, DTYPES, False), tl.load(row + _NUMEL)
+        # one tile at a time: this path is rare, and must not cost the other one registers
+        for first in range(start, tl.minimum(start + BLOCK * TILES, numel), BLOCK):
+            _tiles(addresses, s, first, numel, RULE, COMPUTE, BLOCK, 1)
 
 
 def unavailable(device_type: str) -> str | None:
@@ -249,13 +251,14 @@ class _Launch:
         self._compiled: dict[tuple, Any] = {}
 
     def ready(self, *optional: torch.Tensor | None) -> Any:
-        """The compiled kernel for these; does not launch it."""
+        """The compiled kernel for these, not yet launched."""
         if triton.knobs.runtime.interpret:
             return None
         key = tuple(t is None for t in optional)
         if key not in self._compiled:
             args = (*self._tables, *optional, *self._constants)
-            self._compiled[key] = self._kernel.warmup(*args, grid=self._grid, **self._options)
+            compiled = self._kernel.warmup(*args, grid=self._grid, **self._options)
+            self._compiled[key] = compiled[self._grid]
         return self._compiled[key]
 
     def __call__(self, *optional: torch.Tensor | None) -> None:
@@ -263,7 +266,7 @@ class _Launch:
         if triton.knobs.runtime.interpret:
             self._kernel[self._grid](*args, **self._options)
         elif self._grid[0]:
-            self.ready(*optional)[self._grid](*args)
+            self.ready(*optional)(*args)
 
 
 def _on(device: torch.device) -> Any:

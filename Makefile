@@ -1,0 +1,30 @@
+# `make demo` and `make test` do all the set-up, on a machine with Python and make only.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/ready
+	$(BIN)/fusedstep demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready
+	$(BIN)/fusedstep bench
+
+# the last line marks the environment complete: an interrupted set-up starts over, a complete one needs no network
+.venv/ready: pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cli,test]'
+	touch $@
+
+clean:
+	rm -rf .venv

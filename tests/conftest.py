@@ -1,0 +1,44 @@
+"""Without a GPU the triton engine runs in Triton's interpreter, on CPU tensors: the same kernels."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # before anything imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_as_hardware_does(data, source, target, rounding):
+        """The interpreter cuts a float32 off to bfloat16 where every GPU rounds to nearest even."""
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, rounding)
+        return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.uint16).numpy()
+
+    interpreter._convert_float = convert_as_hardware_does
+
+
+def pytest_collection_modifyitems(config, items):
+    if not HAS_GPU:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(params=["torch", "cpu", "triton"])
+def engine(request):
+    if request.param == "triton" and HAS_GPU:
+        pytest.skip("compiled, the triton engine takes no CPU tensors; the gpu tests run it")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

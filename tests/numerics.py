@@ -1,0 +1,18 @@
+"""How numbers are judged: |ours - f64| <= 2 |torch - f64| + tiny, taken over a tensor.
+
+`tiny` is a few roundings of what is stored, so that torch being exactly right by luck is no failure.
+"""
+
+import torch
+
+
+def judge(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, what: str, roundings: int = 2) -> None:
+    assert ours.shape == exact.shape
+    assert not torch.isnan(ours).any(), f"{what}: not a number"
+    if exact.numel() == 0:
+        return
+    error = (ours.double() - exact).abs().max()
+    # torch's own 16-bit results are not always numbers
+    allowed = 2 * (theirs.double() - exact).abs().nan_to_num(0, posinf=0).max()
+    tiny = roundings * torch.finfo(ours.dtype).eps * exact.abs().max() + torch.finfo(torch.float32).tiny
+    assert error <= allowed + tiny, f"{what}: off by {error:.3e}, allowed {allowed:.3e} + {tiny:.3e}"
