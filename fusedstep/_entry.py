@@ -74,7 +74,7 @@ class Entry:
     def fits(self, grad: Tensor) -> bool:
         """Whether parameter, gradient and states are still stored as this entry was built for."""
         p, states = self.param, [self.state.get(name) for name in self.rule.states]
-        if self.rule.counts and self.state.get("step") is not self.step:
+        if self.rule.counts and (self.state.get("step") is not self.step or not self._counts_in_table()):
             return False
         roles = (p, grad, *states)
         if any(
@@ -93,6 +93,11 @@ class Entry:
             and lies_like(grad, self.strides) == (self.grad_copy is None)
             and all(lies_like(t, self.strides) for t in states)
         )
+
+    def _counts_in_table(self) -> bool:
+        """Whether `step` is still the view it was made as, and not given memory of its own."""
+        base = self.step._base
+        return base is not None and self.step.untyped_storage()._cdata == base.untyped_storage()._cdata
 
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""

@@ -61,22 +61,23 @@ class Bucket:
         live = [entry for entry, g in zip(self.entries, grads, strict=True) if g is not None]
         self.rows[:, LIVE] = [g is not None for g in grads]
         self.params = [entry.param for entry in live]
-        self.absent = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
+        absent = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
         self.staged = [e for e in live if e.param_copy is not None or e.grad_copy is not None]
         self._scan = None
         if self.engine.BY_ADDRESS:
-            self._write(np.array([entry.addresses() for entry in live], np.int64).reshape(len(live), -1))
+            addresses = [entry.addresses() for entry in live]
+            self._write(np.array(addresses, np.int64).reshape(len(live), self.rule.roles))
             # a lazily conjugated gradient looks like any other, so complex ones are surveyed every step
             if _scan.API is not None and live and not self.staged and not live[0].param.is_complex():
-                steps = [entry.step if self.rule.counts else None for entry in live]
-                self._scan = _scan.Entries(self.params, [e.state for e in live], steps, self.rule.states)
+                names = (*self.rule.states, "step") if self.rule.counts else self.rule.states
+                self._scan = _scan.Entries(self.params, [e.state for e in live], names, absent)
         return True
 
     def refresh(self) -> bool:
         """Bring the rows up to date with where everything is now; False if the plan must be built anew."""
         verdict = _scan.UNSURE if self._scan is None else self._scan.look()
         if verdict == _scan.MOVED:
-            self._write(self._scan.addresses)
+            self._write(self._scan.addresses[:, : self.rule.roles])
         return verdict != _scan.UNSURE or self.survey()
 
     def _write(self, addresses: np.ndarray) -> None:
@@ -202,12 +203,7 @@ class Plan:
         if _scan.API is not None and not self._tensors:
             groups = optimizer.param_groups
             options = ("maximize", *optimizer.options, *optimizer.switches)
-            self._scan = _scan.Groups(groups, options, optimizer.state, self._absent())
-
-    def _absent(self) -> list[Tensor]:
-        """Parameters without a gradient: of those there must be none later that has one."""
-        buckets = chain.from_iterable(table.buckets for table in self.tables)
-        return [*self._pending, *chain.from_iterable(bucket.absent for bucket in buckets)]
+            self._scan = _scan.Groups(groups, options, optimizer.state, self._pending)
 
     def describes(self, optimizer: Any) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""

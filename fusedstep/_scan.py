@@ -36,8 +36,8 @@ _FUNCTIONS = (
     "Py_DecRef",
 )
 GET_ATTR, CALL_METHOD, COMPARE, GET_ITEM, NEXT, CLEAR, DEC_REF, DATA_PTR = range(8)
-_OBJECTS = ("grad", "dtype", "is_contiguous", "stride", "params", "step", None, True, Tensor)
-GRAD, DTYPE, IS_CONTIGUOUS, STRIDE, PARAMS, STEP, NONE, TRUE, TENSOR = range(8, 17)
+_OBJECTS = ("grad", "dtype", "is_contiguous", "stride", "params", None, True, Tensor)
+GRAD, DTYPE, IS_CONTIGUOUS, STRIDE, PARAMS, NONE, TRUE, TENSOR = range(8, 16)
 
 
 def _api() -> np.ndarray | None:
@@ -68,7 +68,7 @@ class Groups:
         self._arrays = _ids(params), _ids(options), _ids(states), _ids(absent)
 
     def same(self, groups: list[dict], state: dict) -> bool:
-        """Whether all of that still holds, and no absent gradient has appeared."""
+        """Whether all of that still holds, and no gradient has appeared where there was none."""
         from ._scan_kernels import scan_groups
 
         return scan_groups(API, id(groups), id(state), self._groups, self._values, *self._arrays)
@@ -77,21 +77,23 @@ class Groups:
 class Entries:
     """Parameters with their gradients and states as they were, and where."""
 
-    def __init__(self, params: list[Tensor], states: list[dict], steps: list, names: Sequence[str]) -> None:
+    def __init__(self, params: list[Tensor], states: list[dict], names: Sequence[str], absent: list) -> None:
         grads = [p.grad for p in params]
         strides = [None if g.is_contiguous() else g.stride() for g in grads]
         dtypes = [g.dtype for g in grads]
         # to know the very same gradient object again without keeping it alive
         known = [*map(weakref.ref, grads)]
-        self._kept = params, states, steps, names, strides, dtypes, known
-        columns = params, states, steps, dtypes, strides, known
-        self._facts = np.stack([*map(_ids, columns)], 1)
-        self._names = _ids(names)
+        self._kept = params, states, names, absent, strides, dtypes, known
+        self._facts = np.stack([*map(_ids, (params, states, dtypes, strides, known))], 1)
+        self._names, self._absent = _ids(names), _ids(absent)
         tensors = [params, grads, *([state[name] for state in states] for name in names)]
         self.addresses = np.array([[*map(Tensor.data_ptr, column)] for column in tensors], np.int64).T.copy()
 
     def look(self) -> int:
-        """SAME, MOVED if only gradients lie elsewhere (`addresses` then says where), else UNSURE."""
+        """SAME, MOVED if only gradients lie elsewhere (`addresses` then says where), else UNSURE.
+
+        A gradient where there was none is a reason to be unsure too.
+        """
         from ._scan_kernels import scan_entries
 
-        return scan_entries(API, self._facts, self._names, self.addresses)
+        return scan_entries(API, self._facts, self._names, self._absent, self.addresses)

@@ -24,7 +24,6 @@ from ._scan import (
     NONE,
     PARAMS,
     SAME,
-    STEP,
     STRIDE,
     TENSOR,
     TRUE,
@@ -73,35 +72,38 @@ def _lies_as(api, grad, facts, scratch):
     """Dtype and strides as recorded; False too for what has none, such as a sparse tensor."""
     dtype = _call(api[GET_ATTR], (grad, api[DTYPE]))
     _call(api[DEC_REF], (dtype,))
-    if dtype != facts[3]:
+    if dtype != facts[2]:
         return False
     scratch[0] = grad
-    contiguous = facts[4] == api[NONE]
+    contiguous = facts[3] == api[NONE]
     name = api[IS_CONTIGUOUS] if contiguous else api[STRIDE]
     found = _call(api[CALL_METHOD], (name, scratch.ctypes.data, 1, 0))
     if found == 0:
         _call(api[CLEAR], ())
         return False
-    same = found == api[TRUE] if contiguous else _call(api[COMPARE], (found, facts[4], 2)) & 0xFFFFFFFF == 1
+    same = found == api[TRUE] if contiguous else _call(api[COMPARE], (found, facts[3], 2)) & 0xFFFFFFFF == 1
     _call(api[DEC_REF], (found,))
     return same
 
 
 @_inline
-def _has_grad(api, param):
-    grad = _call(api[GET_ATTR], (param, api[GRAD]))
-    if grad == 0:
-        _call(api[CLEAR], ())
-        return True
-    _call(api[DEC_REF], (grad,))
-    return grad != api[NONE]
+def _any_grad(api, params):
+    for i in range(len(params)):
+        grad = _call(api[GET_ATTR], (params[i], api[GRAD]))
+        if grad == 0:
+            _call(api[CLEAR], ())
+            return True
+        _call(api[DEC_REF], (grad,))
+        if grad != api[NONE]:
+            return True
+    return False
 
 
 @_compiled
-def scan_entries(api, facts, names, addresses):
+def scan_entries(api, facts, names, absent, addresses):
     verdict, scratch = SAME, np.zeros(1, np.int64)
     for i in range(len(facts)):
-        param, state, step = facts[i, 0], facts[i, 1], facts[i, 2]
+        param, state = facts[i, 0], facts[i, 1]
         if _call(api[DATA_PTR], (param,)) != addresses[i, 0]:
             return UNSURE
         grad = _call(api[GET_ATTR], (param, api[GRAD]))
@@ -112,7 +114,7 @@ def scan_entries(api, facts, names, addresses):
             _call(api[DEC_REF], (grad,))
             return UNSURE
         # a dead weak reference points to None
-        known = _word(facts[i, 5] + _TARGET) == grad
+        known = _word(facts[i, 4] + _TARGET) == grad
         if not known and (_word(grad + _TYPE) != api[TENSOR] or not _lies_as(api, grad, facts[i], scratch)):
             _call(api[DEC_REF], (grad,))
             return UNSURE
@@ -127,9 +129,7 @@ def scan_entries(api, facts, names, addresses):
                 return UNSURE
             if _call(api[DATA_PTR], (tensor,)) != addresses[i, 2 + k]:
                 return UNSURE
-        if step != api[NONE] and _call(api[GET_ITEM], (state, api[STEP])) != step:
-            return UNSURE
-    return verdict
+    return UNSURE if _any_grad(api, absent) else verdict
 
 
 @_compiled
@@ -151,9 +151,8 @@ def scan_groups(api, groups, state, facts, values, params, options, states, abse
             if _word(members + 8 * k) != params[first + k]:
                 return False
         first += facts[i, 2]
-    for i in range(len(absent)):
-        if _has_grad(api, absent[i]):
-            return False
+    if _any_grad(api, absent):
+        return False
     # PyDict_Next writes the next position, key and value where it is told
     scratch, count = np.zeros(3, np.int64), 0
     here = scratch.ctypes.data

@@ -175,7 +175,9 @@ def test_every_step_is_torchs_in_float64_rounded_once(case, dtype, engine):
 
 FLAGS_THAT_CLASH = [
     # torch asks for these on a GPU only
-    ErrorOptimizerInput(OptimizerInput(None, {"fused": True, flag: True}, f"fused and {flag}"), error_regex=regex)
+    ErrorOptimizerInput(
+        OptimizerInput(None, {"fused": True, flag: True}, f"fused and {flag}"), error_regex=regex
+    )
     for flag, regex in (
         ("foreach", "`fused` and `foreach` cannot be `True` together"),
         ("differentiable", "`fused` does not support `differentiable`"),
@@ -290,9 +292,7 @@ def test_a_tensor_lr_of_any_shape_acts_as_its_number(case, engine, shape):
 
 
 @pytest.mark.parametrize("engine", DEVICES)
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if isinstance(case.kwargs.get("lr"), Tensor)], ids=str
-)
+@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.kwargs.get("lr"), Tensor)], ids=str)
 def test_tensor_options_changed_in_place_act_at_the_next_step(case, engine):
     members = fresh(engine=engine)
     ours, theirs = case.ours(members, engine), case.theirs(in_float64(members))
@@ -389,7 +389,9 @@ def test_a_closure_runs_with_gradients_and_its_value_is_returned(case, engine):
     exactly(params(optimizer), params(plain))
 
 
-def resumed(optimizer: torch.optim.Optimizer, case: Case, engine: str, state_dict: dict) -> torch.optim.Optimizer:
+def resumed(
+    optimizer: torch.optim.Optimizer, case: Case, engine: str, state_dict: dict
+) -> torch.optim.Optimizer:
     """A new optimizer on copies of the parameters, with that state dict loaded."""
     new = case.ours(deepcopy(params(optimizer)), engine)
     new.load_state_dict(state_dict)

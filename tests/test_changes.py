@@ -1,0 +1,263 @@
+"""Whatever happens between two steps: parameters, gradients, states, groups and options move or change."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+import fusedstep
+from tests.cases import KINDS, name_of
+
+cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
+
+
+class Pair:
+    """Ours and torch's on equal parameters; `step` feeds both the same gradients and compares."""
+
+    def __init__(self, case, engine, shapes=((4, 3), (5,), (600,))):
+        self.case = case
+        self.ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+        self.theirs = [torch.nn.Parameter(p.detach().clone()) for p in self.ours]
+        self.a = case.ours(self.ours, engine=engine, **case.options)
+        self.b = case.theirs(self.theirs, **case.options)
+
+    def both(self):
+        return zip(self.ours, self.theirs, strict=True)
+
+    def set_grads(self, skip=()):
+        for i, (p, q) in enumerate(self.both()):
+            p.grad = None if i in skip else torch.randn_like(p)
+            q.grad = None if i in skip else p.grad.clone()
+
+    def step(self, skip=()):
+        self.set_grads(skip)
+        self.a.step()
+        self.b.step()
+        self.compare()
+
+    def compare(self):
+        for p, q in self.both():
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6)
+            for name, value in self.b.state[q].items():
+                torch.testing.assert_close(self.a.state[p][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def pair(case, engine):
+    pair = Pair(case, engine)
+    pair.step()
+    pair.step()
+    return pair
+
+
+@cases
+def test_late_and_vanishing_gradients(pair):
+    for skip in ((0,), (), (1, 2), (0, 1, 2), (), (2,)):
+        pair.step(skip)
+
+
+@cases
+def test_a_first_step_without_any_gradient_is_a_no_op(case, engine):
+    pair = Pair(case, engine)
+    pair.step(skip=(0, 1, 2))
+    assert not pair.a.state_dict()["state"]
+    pair.step(skip=(1,))
+    pair.step()
+
+
+@cases
+def test_parameters_may_be_given_new_memory(pair):
+    for p in pair.ours:
+        p.data = p.data.clone()
+    pair.step()
+    for p, q in pair.both():
+        p.data, q.data = torch.randn_like(p), q.data
+        q.data = p.data.clone()
+    pair.step()
+
+
+@cases
+def test_states_may_be_replaced_or_given_new_memory(pair):
+    for p in pair.ours:
+        for name, value in pair.a.state[p].items():
+            pair.a.state[p][name] = value.clone()
+    pair.step()
+    for p in pair.ours:
+        for value in pair.a.state[p].values():
+            value.data = value.data.clone()
+    pair.step()
+    for p in pair.ours:
+        pair.a.state[p] = dict(pair.a.state[p])
+    pair.step()
+
+
+@cases
+def test_clearing_the_state_starts_over(pair):
+    for optimizer in (pair.a, pair.b):
+        optimizer.state.clear()
+    pair.step()
+    pair.a.state, pair.b.state = type(pair.a.state)(dict), type(pair.b.state)(dict)
+    pair.step()
+
+
+@cases
+def test_a_plan_keeps_no_state_and_no_gradient_alive(case, engine):
+    pair = Pair(case, engine)
+    pair.step()
+    pair.step()
+    gone = [weakref.ref(p.grad) for p in pair.ours]
+    gone += [weakref.ref(v) for p in pair.ours for n, v in pair.a.state[p].items() if n != "step"]
+    for p in pair.ours:
+        p.grad = None
+        for name in pair.a.state[p]:
+            pair.a.state[p][name] = pair.a.state[p][name].clone()
+    gc.collect()
+    assert all(ref() is None for ref in gone)
+
+
+@cases
+def test_groups_may_be_added_swapped_and_re_optioned(pair):
+    p, q = torch.nn.Parameter(torch.randn(7)), None
+    q = torch.nn.Parameter(p.detach().clone())
+    pair.a.add_param_group({"params": [p], "lr": 0.5})
+    pair.b.add_param_group({"params": [q], "lr": 0.5})
+    pair.ours.append(p)
+    pair.theirs.append(q)
+    pair.step()
+    # as accelerate does under FSDP2: an entry replaced in place, with no call
+    new, twin = torch.nn.Parameter(torch.randn(5)), None
+    twin = torch.nn.Parameter(new.detach().clone())
+    pair.a.param_groups[0]["params"][1], pair.b.param_groups[0]["params"][1] = new, twin
+    pair.ours[1], pair.theirs[1] = new, twin
+    pair.step()
+    for group in pair.a.param_groups + pair.b.param_groups:
+        group["lr"], group["weight_decay"], group["maximize"] = 0.03, 0.2, True
+    pair.step()
+
+
+def test_turning_amsgrad_or_momentum_on_takes_effect(engine):
+    p = torch.nn.Parameter(torch.ones(3))
+    adam, sgd = fusedstep.Adam([p], engine=engine), fusedstep.SGD([p], engine=engine)
+    p.grad = torch.ones(3)
+    adam.step()
+    sgd.step()
+    adam.param_groups[0]["amsgrad"], sgd.param_groups[0]["momentum"] = True, 0.9
+    adam.step()
+    sgd.step()
+    assert "max_exp_avg_sq" in adam.state[p]
+    assert torch.equal(sgd.state[p]["momentum_buffer"], p.grad)
+    assert adam.state[p]["step"] == 2
+
+
+@cases
+def test_loading_a_state_dict_at_any_time_takes_effect(pair):
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in (pair.a, pair.b)]
+    pair.step()
+    for optimizer, state in zip((pair.a, pair.b), saved, strict=True):
+        optimizer.load_state_dict(state)
+    pair.step()
+
+
+@cases
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_a_copied_optimizer_goes_on_alike(case, copied, engine):
+    model = torch.nn.Linear(3, 4)
+    optimizer = case.ours(model.parameters(), engine=engine, **case.options)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    both = copied([model, optimizer])
+    for _ in range(2):
+        optimizer.step()
+        for p, q in zip(model.parameters(), both[0].parameters(), strict=True):
+            q.grad = p.grad.clone()
+        both[1].step()
+    for p, q in zip(model.parameters(), both[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32, torch.bfloat16])
+def test_states_keep_their_dtype_through_save_and_load(state_dtype, engine, tmp_path):
+    p = torch.nn.Parameter(torch.randn(9, dtype=torch.bfloat16))
+    optimizer = fusedstep.AdamW([p], engine=engine, state_dtype=state_dtype)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    other = fusedstep.AdamW([p], engine=engine, state_dtype=state_dtype)
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert other.state[p][name].dtype == (state_dtype or torch.bfloat16)
+        assert torch.equal(other.state[p][name], optimizer.state[p][name])
+
+
+def test_a_dtype_that_changes_between_steps_is_followed(engine):
+    p = torch.nn.Parameter(torch.randn(30))
+    optimizer = fusedstep.AdamW([p], engine=engine)
+    p.grad = torch.randn(30)
+    optimizer.step()
+    p.data, p.grad = p.data.bfloat16(), None
+    before = p.detach().clone()
+    p.grad = torch.randn(30, dtype=torch.bfloat16)
+    optimizer.step()
+    assert p.dtype == torch.bfloat16
+    assert not torch.equal(p, before)
+    assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+
+
+def test_tensor_options_are_read_anew_every_step(engine):
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    lr, betas = torch.tensor(0.1), (torch.tensor(0.9), torch.tensor(0.99))
+    a = fusedstep.Adam([p], lr=lr, betas=betas, engine=engine)
+    b = torch.optim.Adam([q], lr=0.1, betas=(0.9, 0.99))
+    for rate in (0.1, 0.5, 0.01):
+        p.grad = torch.randn(3)
+        q.grad = p.grad.clone()
+        lr.fill_(rate)
+        b.param_groups[0]["lr"] = rate
+        a.step()
+        b.step()
+    torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("scheduler", [
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=True),
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+], ids=["one-cycle", "cyclic", "cosine"])
+@pytest.mark.parametrize("kind", ["sgd-momentum", "adamw"])
+def test_schedulers_steer_ours_as_they_steer_torch(kind, scheduler, engine):
+    pair = Pair(next(case for case in KINDS if case.name == kind), engine)
+    schedulers = scheduler(pair.a), scheduler(pair.b)
+    for _ in range(8):
+        pair.step()
+        for s in schedulers:
+            s.step()
+
+
+def test_a_quiet_step_allocates_nothing(monkeypatch):
+    """Nothing changed: no table is built, no address written, nothing uploaded or compiled."""
+    from fusedstep import _plan
+
+    params = [torch.nn.Parameter(torch.randn(50)) for _ in range(20)]
+    for p in params:
+        p.grad = torch.randn(50)
+    optimizer = fusedstep.AdamW(params)
+    optimizer.step()
+    optimizer.step()
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a quiet step did work")
+
+    for name in ("_upload", "make_entry", "Table", "Plan"):
+        monkeypatch.setattr(_plan, name, forbidden)
+    monkeypatch.setattr(_plan.Bucket, "survey", forbidden)
+    monkeypatch.setattr(torch, "empty_strided", forbidden)
+    monkeypatch.setattr(torch, "zeros", forbidden)
+    optimizer.step()
+    params[3].grad = torch.randn(50)
+    optimizer.param_groups[0]["lr"] = 1e-4
+    with pytest.raises(AssertionError, match="did work"):
+        optimizer.step()
