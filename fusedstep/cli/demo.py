@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import typer
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ import fusedstep
 
 # what is compared: a class that fusedstep and torch.optim both have, and the arguments both get
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.3, "momentum": 0.9, "nesterov": True},
+    "SGD": {"lr": 0.2, "momentum": 0.9, "nesterov": True},
     "Adam": {"lr": 5e-3},
     "AdamW": {"lr": 5e-3, "weight_decay": 0.1},
 }
@@ -44,7 +45,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        # no bias: that of the keys has no effect, so Adam would walk it at random, by rounding errors
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,53 +100,43 @@ class Run:
         return 1e3 * statistics.median(self.seconds[WARMUP:])
 
 
-@dataclass
-class Pair:
+class Pair(NamedTuple):
     """Ours and torch's, from the same weights on the same batches."""
 
     name: str
     ours: Run
     torch: Run
 
-    @property
-    def difference(self) -> float:
-        both = zip(self.ours.model.parameters(), self.torch.model.parameters(), strict=True)
-        return max((a - b).abs().max().item() for a, b in both)
-
 
 def demo(
     steps: Annotated[int, typer.Option(min=2 * WARMUP, help="Training steps of each model.")] = 300,
-    output: Annotated[Path, typer.Option(dir_okay=False, help="The picture of the losses.")] = Path("demo.png"),
+    output: Annotated[Path, typer.Option(dir_okay=False, help="PNG with the loss curves.")] = Path("demo.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:1; default: a GPU if there is one.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; unset: a GPU if there is one.")] = None,
 ) -> None:
     """Train a small language model with our optimizers and with torch's, side by side."""
     target = _device(device)
-    _check_picture(output)
+    # a path that cannot be should fail before the training, not after it
+    output.parent.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
-    console.print(f"{_name(target)}, torch {torch.__version__}, fusedstep {fusedstep.__version__}")
+    header = f"device {target}, torch {torch.__version__}, fusedstep {fusedstep.__version__}"
+    console.print(header)
     torch.manual_seed(seed)
     text, characters = _text()
-    model = Model(characters).to(target)
-    batches = _batches(text, steps).to(target)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with _one_thread(), Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=len(OPTIMIZERS) * steps)
-        pairs = []
-        for name in OPTIMIZERS:
-            progress.update(bar, description=f"training with {name}")
-            pair = Pair(
-                name, _start(model, getattr(fusedstep, name)), _start(model, getattr(torch.optim, name))
-            )
-            pairs.append(pair)
+    model, batches = Model(characters).to(target), _batches(text, steps).to(target)
+    pairs = [Pair(name, _run(model, fusedstep, name), _run(model, torch.optim, name)) for name in OPTIMIZERS]
+    with _one_thread(), Progress(console=console) as progress:
+        bar = progress.add_task("", total=len(pairs) * steps)
+        for pair in pairs:
+            progress.update(bar, description=f"training with {pair.name}")
             for batch in batches:
                 pair.ours.train(batch)
                 pair.torch.train(batch)
                 progress.advance(bar)
     console.print(_table(pairs))
-    _draw(pairs).savefig(output)
+    console.print(f"loss: mean of the last {LAST} batches; step: median; |Δp|: largest difference between")
+    console.print("parameters of the two models, from rounding, which grows as training goes on")
+    _draw(pairs, header).savefig(output, format="png")
     console.print(f"loss curves: {output.resolve()}", soft_wrap=True)
 
 
@@ -160,24 +152,27 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return "cpu (1 thread)" if device.type == "cpu" else str(device)
+def _text() -> tuple[Tensor, int]:
+    """The sonnets as numbers, and how many different characters they have."""
+    text = resources.files(__package__).joinpath("sonnets.txt").read_text("utf-8")
+    alphabet = sorted(set(text))
+    return torch.tensor([alphabet.index(c) for c in text]), len(alphabet)
 
 
-def _check_picture(path: Path) -> None:
-    # before the training, not after it
-    kinds = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:] not in kinds:
-        raise typer.BadParameter(f"{path} must end in one of .{', .'.join(kinds)}", param_hint="--output")
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _batches(text: Tensor, steps: int) -> Tensor:
+    starts = torch.randint(len(text) - CONTEXT, (steps, BATCH, 1))
+    return text[starts + torch.arange(CONTEXT + 1)]
+
+
+def _run(model: Model, library: ModuleType, name: str) -> Run:
+    model = copy.deepcopy(model)
+    return Run(model, getattr(library, name)(model.parameters(), **OPTIMIZERS[name]))
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    # so small a model gains little from a second (9 ms a batch, not 13) and is ten times slower with it
-    # on a busy machine, where threads wait for each other
+    # so small a model gains little from a second (9 ms a batch, not 13), and on a busy machine is ten
+    # times slower with it, because threads wait for each other
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -191,51 +186,32 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _text() -> tuple[Tensor, int]:
-    """The sonnets as numbers, and how many different characters they have."""
-    text = resources.files(__package__).joinpath("sonnets.txt").read_text("utf-8")
-    alphabet = sorted(set(text))
-    return torch.tensor([alphabet.index(c) for c in text]), len(alphabet)
-
-
-def _batches(text: Tensor, steps: int) -> Tensor:
-    starts = torch.randint(len(text) - CONTEXT, (steps, BATCH, 1))
-    return text[starts + torch.arange(CONTEXT + 1)]
-
-
-def _start(model: Model, kind: type[torch.optim.Optimizer]) -> Run:
-    model = copy.deepcopy(model)
-    return Run(model, kind(model.parameters(), **OPTIMIZERS[kind.__name__]))
-
-
 def _table(pairs: list[Pair]) -> Table:
-    table = Table(
-        caption=f"losses: mean of the last {LAST} batches; |Δp|: largest difference between the two models'\n"
-        "parameters, rounding grown over the training; steps: median",
-        caption_justify="left",
-    )
-    table.add_column("optimizer")
+    table = Table("")
     for heading in ("our loss", "torch loss", "|Δp|", "our step", "torch step", "speed-up"):
         table.add_column(heading, justify="right")
-    for pair in pairs:
-        ours, theirs = pair.ours, pair.torch
-        losses = (f"{ours.final_loss:.4f}", f"{theirs.final_loss:.4f}", f"{pair.difference:.1e}")
+    for name, ours, theirs in pairs:
+        parameters = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
+        difference = max((a - b).abs().max().item() for a, b in parameters)
+        losses = (f"{ours.final_loss:.4f}", f"{theirs.final_loss:.4f}", f"{difference:.2g}")
         times = (f"{ours.step_ms:.3f} ms", f"{theirs.step_ms:.3f} ms", f"{theirs.step_ms / ours.step_ms:.1f}x")
-        table.add_row(pair.name, *losses, *times)
+        table.add_row(name, *losses, *times)
     return table
 
 
-def _draw(pairs: list[Pair]) -> Figure:
-    figure = Figure(figsize=(4 * len(pairs), 3.8), dpi=150, layout="constrained")
-    for axes, pair in zip(figure.subplots(1, len(pairs), sharey=True, squeeze=False)[0], pairs, strict=True):
+def _draw(pairs: list[Pair], header: str) -> Figure:
+    figure = Figure(figsize=(4 * len(pairs), 4), dpi=150, layout="constrained")
+    figure.suptitle(f"Learning Shakespeare's sonnets: {header}", fontsize=10, color="gray")
+    panels = figure.subplots(1, len(pairs), sharey=True, squeeze=False)[0]
+    for axes, (name, ours, theirs) in zip(panels, pairs, strict=True):
         # they coincide: torch's wide and pale, ours thin and dark on top of it
-        theirs = f"torch.optim.{pair.name}, {pair.torch.step_ms:.2f} ms a step"
-        ours = f"fusedstep.{pair.name}, {pair.ours.step_ms:.2f} ms a step"
-        axes.plot(pair.torch.losses, color="#ffb680", linewidth=5, label=theirs)
-        axes.plot(pair.ours.losses, color="#14213d", linewidth=1.2, linestyle="--", label=ours)
-        axes.set(title=pair.name, xlabel="step")
+        label = f"torch.optim.{name}, {theirs.step_ms:.2f} ms a step"
+        axes.plot(theirs.losses, color="#ffb680", linewidth=5, label=label)
+        label = f"fusedstep.{name}, {ours.step_ms:.2f} ms a step"
+        axes.plot(ours.losses, color="#14213d", linewidth=1.2, linestyle="--", label=label)
+        axes.set(title=name, xlabel="step")
         axes.legend(frameon=False)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("loss (nats per character)")
+    panels[0].set_ylabel("loss (nats per character)")
     return figure

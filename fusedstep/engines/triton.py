@@ -108,7 +108,8 @@ def _prepare(
     row = rows + t * WIDTH
     live = tl.load(row + _LIVE, t < count, other=0) != 0
     if found_inf is not None:
-        live = live & (tl.load(found_inf) == 0)
+        # one load per row: the interpreter cannot broadcast a truth value
+        live = live & (tl.load(found_inf + t * 0) == 0)
     step = tl.load(steps + t, live, other=0).to(scalars.dtype.element_ty) + 1
     tl.store(steps + t, step, live)
     h = hyper + tl.load(row + _GROUP, live, other=0) * (1 + OPTIONS)

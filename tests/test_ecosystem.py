@@ -1,0 +1,197 @@
+"""What callers of an optimizer rely on: GradScaler, torch.compile, ZeRO, profiler, checkpoints both ways."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+import fusedstep
+from tests.cases import CASES, KINDS, name_of
+
+cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
+
+
+def model_and_batch():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return model, torch.randn(16, 6)
+
+
+@cases
+def test_a_grad_scaler_unscales_and_skips_inside_the_step(case, engine):
+    model, x = model_and_batch()
+    twin = copy.deepcopy(model)
+    ours, theirs = case.ours(model.parameters(), engine=engine, **case.options), None
+    theirs = case.theirs(twin.parameters(), **case.options)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    for i in range(6):
+        for net, optimizer, scaler in ((model, ours, scalers[0]), (twin, theirs, scalers[1])):
+            optimizer.zero_grad()
+            scaler.scale(net(x).square().mean()).backward()
+            if i in (0, 3):
+                next(net.parameters()).grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+        if "step" in ours.state[p]:
+            assert ours.state[p]["step"] == 4
+
+
+@cases
+def test_a_skipped_step_changes_no_bit(case, engine):
+    p = torch.nn.Parameter(torch.randn(40))
+    optimizer = case.ours([p], engine=engine, **case.options)
+    for _ in range(2):
+        p.grad = torch.randn(40)
+        optimizer.step()
+    before = copy.deepcopy([p.detach(), optimizer.state_dict()["state"]])
+    p.grad = torch.full((40,), float("nan"))
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(2.0)
+    optimizer.step()
+    del optimizer.found_inf, optimizer.grad_scale
+    assert torch.equal(p, before[0])
+    for name, value in before[1].get(0, {}).items():
+        assert torch.equal(optimizer.state[p][name], value)
+
+
+def test_a_caller_that_unscales_itself_can_switch_ours_off():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusedstep.AdamW([p])
+    assert optimizer._step_supports_amp_scaling
+    optimizer._step_supports_amp_scaling = False
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_([p], 0.1)
+    scaler.step(optimizer)
+    assert optimizer.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_checkpoints_go_both_ways(case, engine, tmp_path):
+    """Save in the middle, load into the other's class, go on: the same as never having changed."""
+    model, x = model_and_batch()
+    models = {"ours": model, "theirs": copy.deepcopy(model)}
+    classes = {
+        "ours": lambda params: case.ours(params, engine=engine, **case.options),
+        "theirs": lambda params: case.theirs(params, **case.options),
+    }
+    for name, net in models.items():
+        first, second = (classes[n] for n in (name, "theirs" if name == "ours" else "ours"))
+        optimizer = first(net.parameters())
+        for i in range(6):
+            if i == 3:
+                torch.save(optimizer.state_dict(), tmp_path / name)
+                optimizer = second(net.parameters())
+                optimizer.load_state_dict(torch.load(tmp_path / name, weights_only=True))
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(models["ours"].parameters(), models["theirs"].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@cases
+def test_a_compiled_training_step_may_call_step(case):
+    model, x = model_and_batch()
+    twin = copy.deepcopy(model)
+    ours, theirs = case.ours(model.parameters(), **case.options), case.theirs(twin.parameters(), **case.options)
+
+    @torch.compile(backend="eager")
+    def train(net, optimizer):
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(3):
+        train(model, ours)
+        loss = twin(x).square().mean()
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_the_profiler_shows_the_step_under_torchs_name():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = fusedstep.AdamW([p])
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+
+
+def test_changing_weights_between_forward_and_backward_is_noticed_by_autograd():
+    layer = torch.nn.Linear(3, 3)
+    optimizer = fusedstep.SGD(layer.parameters(), lr=0.1)
+    for p in layer.parameters():
+        p.grad = torch.ones_like(p)
+    x = torch.randn(2, 3, requires_grad=True)
+    loss = layer(x).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_zero_redundancy_optimizer_wraps_ours():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, x = model_and_batch()
+    twin = copy.deepcopy(model)
+    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=fusedstep.AdamW, lr=0.1)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        for net, optimizer in ((model, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    ours.consolidate_state_dict()
+    assert len(ours.state_dict()["state"]) == 4
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_trainer_that_subclasses_dynamically_and_passes_a_closure_gets_its_value():
+    # as Lightning does
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusedstep.AdamW([p])
+    wrapped = type("LightningAdamW", (fusedstep.AdamW,), {})([p])
+
+    def closure():
+        assert torch.is_grad_enabled()
+        p.grad = None
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure=closure) == 3
+    assert float(wrapped.step(closure)) < 3
+    assert not hasattr(optimizer, "train")
+    assert not hasattr(optimizer, "eval")
+
+
+@pytest.mark.skipif(os.environ.get("CI") == "true", reason="needs 15 GiB")
+@pytest.mark.slow
+def test_a_tensor_of_more_than_two_to_the_31_elements_is_stepped_to_its_end():
+    n = 2**31 + 100
+    p = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16))
+    p.grad = torch.zeros(n, dtype=torch.bfloat16)
+    p.grad[-3:] = 1
+    p.grad[2**31 - 1] = 1
+    fusedstep.SGD([p], lr=1.0).step()
+    assert p[-3:].tolist() == [-1, -1, -1]
+    assert p[2**31 - 1] == -1
+    assert p[:100].abs().sum() == 0

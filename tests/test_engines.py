@@ -1,0 +1,184 @@
+"""How engines are chosen, what happens where one cannot run, and the cpu engine's threads and cache."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+import fusedstep
+from fusedstep import _scan, engines
+from tests.conftest import HAS_GPU
+
+
+def stepped(**options):
+    p = torch.nn.Parameter(torch.ones(100_000))
+    p.grad = torch.full_like(p, 0.5)
+    optimizer = fusedstep.AdamW([p], **options)
+    optimizer.step()
+    return p, optimizer
+
+
+def engine_of(optimizer):
+    return optimizer._plan.tables[0].engine.__name__.rpartition(".")[2]
+
+
+def test_cpu_parameters_go_to_the_cpu_engine():
+    assert engine_of(stepped()[1]) == "cpu"
+
+
+def test_an_engine_that_was_asked_for_is_used(engine):
+    assert engine_of(stepped(engine=engine)[1]) == engine
+
+
+@pytest.mark.skipif(HAS_GPU, reason="parameters on meta suffice where there is no GPU")
+def test_an_engine_that_cannot_serve_says_why():
+    p = torch.nn.Parameter(torch.ones(3, device="meta"))
+    p.grad = torch.ones(3, device="meta")
+    with pytest.raises(RuntimeError, match=r"engine='cpu' cannot step a parameter on meta.*engine='torch'"):
+        fusedstep.AdamW([p], engine="cpu").step()
+    fusedstep.AdamW([p]).step()
+
+
+def test_triton_without_interpreter_refuses_cpu_tensors():
+    code = """
+        import torch, fusedstep
+        p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)
+        try:
+            fusedstep.AdamW([p], engine="triton").step()
+        except RuntimeError as error:
+            assert "TRITON_INTERPRET=1" in str(error), error
+        else:
+            raise SystemExit("no error")
+    """
+    run(code, TRITON_INTERPRET="0")
+
+
+def test_where_an_engine_is_missing_torch_steps_in_with_one_warning(monkeypatch):
+    engines._load.cache_clear()
+    engines._warn_once.cache_clear()
+    real = engines.importlib.import_module
+
+    def missing(name):
+        if name.endswith(".cpu"):
+            raise ImportError("No module named 'numba'")
+        return real(name)
+
+    monkeypatch.setattr(engines.importlib, "import_module", missing)
+    with pytest.warns(UserWarning, match="falls back to plain tensor operations on cpu.*numba") as caught:
+        assert engine_of(stepped()[1]) == "torch"
+        assert engine_of(stepped()[1]) == "torch"
+    assert len([w for w in caught if "falls back" in str(w.message)]) == 1
+    with pytest.raises(RuntimeError, match="numba"):
+        stepped(engine="cpu")
+    monkeypatch.undo()
+    engines._load.cache_clear()
+
+
+def test_without_the_compiled_look_the_plan_looks_in_python(monkeypatch):
+    monkeypatch.setattr(_scan, "API", None)
+    p, optimizer = stepped()
+    q, other = stepped(engine="torch")
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+        optimizer.step()
+        other.step()
+    torch.testing.assert_close(p, q)
+
+
+def run(code, **environment):
+    """Run Python code in a process of its own."""
+    env = {**os.environ, **environment}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+STEP = """
+    import os, torch, fusedstep
+    torch.set_num_threads(2)
+    def train():
+        p = torch.nn.Parameter(torch.ones(2_000_000)); p.grad = torch.full_like(p, 0.5)
+        optimizer = fusedstep.AdamW([p], engine="cpu"); optimizer.step(); optimizer.step()
+        return float(p.double().sum())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_the_cpu_engine_works_after_a_fork():
+    # the parent's threads do not exist in the child: torch's own operations would wait for them there,
+    # so a DataLoader's worker sets the number of threads to one; we do not depend on that
+    code = STEP + """
+    p = torch.nn.Parameter(torch.ones(2_000_000)); p.grad = torch.full_like(p, 0.5)
+    optimizer = fusedstep.AdamW([p], engine="cpu"); optimizer.step()
+    pid = os.fork()
+    optimizer.step()
+    total = p.detach().numpy().astype("float64").sum()
+    if pid == 0:
+        os._exit(int(2_000_000 * (1 - total / 2_000_000) * 1000 % 251))
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == int(2_000_000 * (1 - total / 2_000_000) * 1000 % 251)
+    """
+    run(code)
+
+
+def test_the_cpu_engine_works_where_its_cache_cannot_be_written(tmp_path):
+    # neither beside the source nor in the user's cache
+    code = STEP + """
+    from numba.core import caching
+    class Nowhere:
+        @classmethod
+        def from_function(cls, *args): return None
+    caching.CacheImpl._locator_classes = [Nowhere]
+    train()
+    """
+    run(code)
+
+
+def test_kernels_are_compiled_once_and_then_found_on_disk(tmp_path):
+    code = STEP + """
+    import numba.core.event as event
+    with event.install_recorder("numba:compile") as recorder:
+        train()
+    print(len(recorder.buffer))
+    """
+    first = int(run(code, NUMBA_CACHE_DIR=str(tmp_path)).split()[-1])
+    second = int(run(code, NUMBA_CACHE_DIR=str(tmp_path)).split()[-1])
+    assert first > 0
+    assert second == 0
+
+
+def test_optimizers_step_in_many_threads_at_once():
+    expected = stepped(engine="cpu")[0]
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(stepped(engine="cpu")[0])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert all(torch.equal(p, expected) for p in results)
+
+
+def test_without_openmp_python_threads_do_the_work(monkeypatch):
+    from fusedstep.engines import cpu
+
+    monkeypatch.setattr(cpu, "_openmp", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    p = torch.nn.Parameter(torch.ones(2_000_000))
+    q = torch.nn.Parameter(p.detach().clone())
+    p.grad, q.grad = (torch.full_like(p, 0.5) for _ in range(2))
+    fusedstep.AdamW([p], engine="cpu").step()
+    monkeypatch.undo()
+    fusedstep.AdamW([q], engine="cpu").step()
+    assert torch.equal(p, q)
+
+
+def test_importing_fusedstep_imports_neither_numba_nor_triton():
+    run("import sys, fusedstep; assert not {'numba', 'triton', 'llvmlite'} & set(sys.modules)")

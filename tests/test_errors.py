@@ -1,0 +1,146 @@
+"""Bad input gets a clear error before anything is written; what fails half-way leaves nothing half done."""
+
+import copy
+
+import pytest
+import torch
+
+import fusedstep
+from fusedstep import _entry
+from tests.cases import KINDS, name_of
+
+cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
+
+
+def three_groups(case, engine, **options):
+    params = [torch.nn.Parameter(torch.randn(5)) for _ in range(3)]
+    for p in params:
+        p.grad = torch.randn(5)
+    return params, case.ours([{"params": [p]} for p in params], engine=engine, **case.options, **options)
+
+
+def snapshot(params, optimizer):
+    return copy.deepcopy([[p.detach() for p in params], optimizer.state_dict()["state"]])
+
+
+def assert_untouched(before, params, optimizer):
+    after = snapshot(params, optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(before[0], after[0], strict=True))
+    assert before[1].keys() == after[1].keys()
+    for i in before[1]:
+        assert before[1][i].keys() == after[1][i].keys()
+        assert all(torch.equal(before[1][i][name], after[1][i][name]) for name in before[1][i])
+
+
+@cases
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_sparse_gradient_in_the_third_group_stops_the_step_before_it_starts(case, steps_before, engine):
+    params, optimizer = three_groups(case, engine)
+    for _ in range(steps_before):
+        optimizer.step()
+    before = snapshot(params, optimizer)
+    good = params[2].grad
+    params[2].grad = torch.randn(5).to_sparse()
+    with pytest.raises(RuntimeError, match=f"{type(optimizer).__name__} does not support sparse gradients"):
+        optimizer.step()
+    assert_untouched(before, params, optimizer)
+    params[2].grad = good
+    optimizer.step()
+    assert all((p != q).any() for p, q in zip(params, before[0], strict=True))
+
+
+@cases
+def test_running_out_of_memory_while_state_is_created_leaves_all_as_it_was(case, engine, monkeypatch):
+    params, optimizer = three_groups(case, engine)
+    before = snapshot(params, optimizer)
+    make, calls = _entry.make_entry, []
+
+    def make_until_memory_ends(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return make(*args)
+
+    monkeypatch.setattr("fusedstep._plan.make_entry", make_until_memory_ends)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert_untouched(before, params, optimizer)
+    optimizer.step()
+    assert all((p != q).any() for p, q in zip(params, before[0], strict=True))
+
+
+@cases
+def test_a_kernel_that_does_not_compile_leaves_all_as_it_was(case, monkeypatch):
+    params, optimizer = three_groups(case, "cpu")
+    before = snapshot(params, optimizer)
+
+    def broken(*args):
+        raise SystemError("no compiler")
+
+    monkeypatch.setattr("fusedstep.engines.cpu._update_kernel", broken)
+    with pytest.raises(SystemError):
+        optimizer.step()
+    assert_untouched(before, params, optimizer)
+
+
+def test_gradients_that_cannot_be_used_are_named(engine):
+    p = torch.nn.Parameter(torch.randn(4))
+    optimizer = fusedstep.AdamW([p], engine=engine)
+    p.grad = torch.randn(4)
+    p.data = torch.randn(6)
+    with pytest.raises(RuntimeError, match=r"gradient of shape \(4,\).*parameter of shape \(6,\).*zero_grad"):
+        optimizer.step()
+    whole = torch.nn.Parameter(torch.randn(1).expand(4))
+    whole.grad = torch.randn(4)
+    with pytest.raises(RuntimeError, match="expanded parameter"):
+        fusedstep.SGD([whole], engine=engine).step()
+    integers = torch.arange(4).requires_grad_(False)
+    integers.grad = torch.arange(4)
+    with pytest.raises(TypeError, match="floating-point"):
+        fusedstep.SGD([integers], engine=engine).step()
+
+
+def test_a_parameter_given_twice_is_refused(engine):
+    p = torch.nn.Parameter(torch.randn(4))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = fusedstep.SGD([p, p], engine=engine)
+    p.grad = torch.randn(4)
+    with pytest.raises(ValueError, match="twice"):
+        optimizer.step()
+
+
+def test_a_checkpoint_of_another_optimizer_or_model_is_refused(engine):
+    p = torch.nn.Parameter(torch.randn(4))
+    p.grad = torch.randn(4)
+    sgd = fusedstep.SGD([p], momentum=0.9, engine=engine)
+    sgd.step()
+    adam = fusedstep.Adam([p], engine=engine)
+    adam.step()
+    saved = adam.state_dict()
+    adam.load_state_dict({"state": sgd.state_dict()["state"], "param_groups": saved["param_groups"]})
+    with pytest.raises(RuntimeError, match="another optimizer"):
+        adam.step()
+    other = torch.nn.Parameter(torch.randn(2, 2))
+    other.grad = torch.randn(2, 2)
+    adam = fusedstep.Adam([other], engine=engine)
+    adam.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"exp_avg.*shape"):
+        adam.step()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"differentiable": True}, "differentiable=True is not supported.*torch.optim"),
+    ({"fused": True, "foreach": True}, "cannot be `True` together"),
+])
+def test_flags_that_cannot_be_honoured_raise(options, message):
+    for cls in (fusedstep.SGD, fusedstep.Adam, fusedstep.AdamW):
+        with pytest.raises(RuntimeError, match=message):
+            cls([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_settings_that_do_not_exist_are_listed():
+    p = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"Invalid engine: 'cuda'.*'torch', 'cpu', 'triton'"):
+        fusedstep.SGD([p], engine="cuda")
+    with pytest.raises(ValueError, match=r"Invalid state_dtype: torch.int8.*float32"):
+        fusedstep.AdamW([p], state_dtype=torch.int8)
