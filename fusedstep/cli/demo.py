@@ -116,10 +116,11 @@ def demo(
 ) -> None:
     """Train a small language model with our optimizers and with torch's, side by side."""
     target = _device(device)
-    # a path that cannot be should fail before the training, not after it
+    # a folder that cannot be made fails here, not after the training
     output.parent.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
-    header = f"device {target}, torch {torch.__version__}, fusedstep {fusedstep.__version__}"
+    place = "cpu (one thread)" if target.type == "cpu" else target
+    header = f"device {place}, torch {torch.__version__}, fusedstep {fusedstep.__version__}"
     console.print(header)
     torch.manual_seed(seed)
     text, characters = _text()
@@ -134,8 +135,8 @@ def demo(
                 pair.torch.train(batch)
                 progress.advance(bar)
     console.print(_table(pairs))
-    console.print(f"loss: mean of the last {LAST} batches; step: median; |Δp|: largest difference between")
-    console.print("parameters of the two models, from rounding, which grows as training goes on")
+    console.print(f"loss: mean of the last {LAST} batches; step: median; |Δp|: largest difference")
+    console.print("between parameters of the two models: rounding, grown over the training")
     _draw(pairs, header).savefig(output, format="png")
     console.print(f"loss curves: {output.resolve()}", soft_wrap=True)
 
@@ -147,8 +148,10 @@ def _device(name: str | None) -> torch.device:
         # a device can have a valid name and not be there, or hold no numbers ("meta")
         torch.zeros(1, device=name).item()
     except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise typer.BadParameter(f"cannot train on {name!r}: {reason}", param_hint="--device") from error
+        # the rest can be a list of every backend there is
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        message = f"cannot train on {name!r}: {reason}. Leave it out to train on {_device(None)}"
+        raise typer.BadParameter(message, param_hint="--device") from error
     return torch.device(name)
 
 

@@ -1,0 +1,66 @@
+"""How steps are timed: interleaved with the peer's, medians of many, on the device and on the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+Step = Callable[[], object]
+
+
+class Times(NamedTuple):
+    """Milliseconds: busy on the device, and until step() returns. On a CPU both are the same."""
+
+    device: float
+    host: float
+
+
+def on_cpu(steps: Sequence[Step], rounds: int) -> list[Times]:
+    """The steps in turn, so that all of them see the same noise."""
+    samples: list[list[float]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for step, times in zip(steps, samples, strict=True):
+            begin = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return [Times(statistics.median(times), statistics.median(times)) for times in samples]
+
+
+def on_gpu(steps: Sequence[Step], rounds: int) -> list[Times]:
+    device: list[list[float]] = [[] for _ in steps]
+    host: list[list[float]] = [[] for _ in steps]
+    for _ in range(3):
+        for step, times in zip(steps, device, strict=True):
+            times += _device_times(step, rounds)
+        for _ in range(rounds):
+            for step, times in zip(steps, host, strict=True):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                step()
+                times.append(1e3 * (time.perf_counter() - begin))
+    return [Times(statistics.median(d), statistics.median(h)) for d, h in zip(device, host, strict=True)]
+
+
+def _device_times(step: Step, rounds: int) -> list[float]:
+    """With the queue filled before it starts, so that the host cannot hold the device up."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(4e6 * rounds))
+    for mark in marks[:-1]:
+        mark.record()
+        step()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:], strict=False)]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per millisecond by a large copy on the GPU: the limit of any update."""
+    source = torch.randn(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    milliseconds = statistics.median(_device_times(lambda: target.copy_(source), 20))
+    return 2 * source.numel() * source.element_size() / milliseconds
