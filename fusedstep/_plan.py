@@ -73,15 +73,14 @@ class Bucket:
             self._write_addresses(addresses.reshape(len(live), self.rule.roles))
             # a lazily conjugated gradient looks like any other, so complex ones are surveyed every step
             if _scan.API is not None and live and not self.staged and not live[0].param.is_complex():
-                names = (*self.rule.states, "step") if self.rule.counts else self.rule.states
-                self._scan = _scan.Entries(self.params, [e.state for e in live], names, absent)
+                self._scan = _scan.Entries(live, self.rule.states, absent)
         return True
 
     def refresh(self) -> bool:
         """Bring the rows up to date with where everything is now; False if the plan must be built anew."""
         verdict = _scan.UNSURE if self._scan is None else self._scan.look()
         if verdict == _scan.MOVED:
-            self._write_addresses(self._scan.addresses[:, : self.rule.roles])
+            self._write_addresses(self._scan.addresses)
         return verdict != _scan.UNSURE or self.survey()
 
     def _write_addresses(self, addresses: np.ndarray) -> None:

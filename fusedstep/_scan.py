@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._entry import Entry
+
 SAME, MOVED, UNSURE = range(3)
 
 # what the compiled loops are handed in one array: addresses of C functions, then of Python objects
@@ -36,8 +38,8 @@ _FUNCTIONS = (
     "Py_DecRef",
 )
 GET_ATTR, CALL_METHOD, COMPARE, GET_ITEM, NEXT, CLEAR, DEC_REF, DATA_PTR = range(8)
-_OBJECTS = ("grad", "dtype", "is_contiguous", "stride", "params", None, True, Tensor)
-GRAD, DTYPE, IS_CONTIGUOUS, STRIDE, PARAMS, NONE, TRUE, TENSOR = range(8, 16)
+_OBJECTS = ("grad", "dtype", "is_contiguous", "stride", "params", "step", None, True, Tensor)
+GRAD, DTYPE, IS_CONTIGUOUS, STRIDE, PARAMS, STEP, NONE, TRUE, TENSOR = range(8, 17)
 
 
 def _api() -> np.ndarray | None:
@@ -75,19 +77,20 @@ class Groups:
 
 
 class Entries:
-    """Parameters with their gradients and states as they were, and where."""
+    """Parameters with their gradients, states and step counts as they were, and where."""
 
-    def __init__(self, params: list[Tensor], states: list[dict], names: Sequence[str], absent: list) -> None:
+    def __init__(self, entries: Sequence[Entry], names: Sequence[str], absent: list[Tensor]) -> None:
+        params, states = [e.param for e in entries], [e.state for e in entries]
+        steps = [e.step if e.rule.counts else None for e in entries]
         grads = [p.grad for p in params]
         strides = [None if g.is_contiguous() else g.stride() for g in grads]
         dtypes = [g.dtype for g in grads]
         # to know the very same gradient object again without keeping it alive
         known = [*map(weakref.ref, grads)]
-        self._kept = params, states, names, absent, strides, dtypes, known
-        self._facts = np.stack([*map(_ids, (params, states, dtypes, strides, known))], 1)
+        self._kept = params, states, steps, names, absent, strides, dtypes, known
+        self._facts = np.stack([*map(_ids, (params, states, dtypes, strides, known, steps))], 1)
         self._names, self._absent = _ids(names), _ids(absent)
-        tensors = [params, grads, *([state[name] for state in states] for name in names)]
-        self.addresses = np.array([[*map(Tensor.data_ptr, column)] for column in tensors], np.int64).T.copy()
+        self.addresses = np.array([e.addresses() for e in entries], np.int64)
 
     def look(self) -> int:
         """SAME, MOVED if only gradients lie elsewhere (`addresses` then says where), else UNSURE.

@@ -24,6 +24,7 @@ from ._scan import (
     NONE,
     PARAMS,
     SAME,
+    STEP,
     STRIDE,
     TENSOR,
     TRUE,
@@ -129,6 +130,8 @@ def scan_entries(api, facts, names, absent, addresses):
                 return UNSURE
             if _call(api[DATA_PTR], (tensor,)) != addresses[i, 2 + k]:
                 return UNSURE
+        if facts[i, 5] != api[NONE] and _call(api[GET_ITEM], (state, api[STEP])) != facts[i, 5]:
+            return UNSURE
     return UNSURE if _any_grad(api, absent) else verdict
 
 

@@ -14,7 +14,7 @@ Arguments that every class takes beyond its own:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -215,7 +215,7 @@ class AdamW(_AdamFamily):
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
 
-    fixed = {"decoupled_weight_decay": True}
+    fixed: ClassVar = {"decoupled_weight_decay": True}
 
     def __init__(
         self,
@@ -278,6 +278,9 @@ def _check_adam(lr: float | Tensor, betas: tuple, eps: float, weight_decay: floa
 def _check_tensors_allowed(options: dict[str, Any]) -> None:
     # torch's restriction, not ours: code that relies on the error must keep working
     if options["foreach"] and not options["capturable"]:
-        for name, value in (("lr", options["lr"]), *((f"betas[{i}]", b) for i, b in enumerate(options["betas"]))):
+        for name, value in (
+            ("lr", options["lr"]),
+            *((f"betas[{i}]", b) for i, b in enumerate(options["betas"])),
+        ):
             if isinstance(value, Tensor):
                 raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")

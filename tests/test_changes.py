@@ -162,7 +162,9 @@ def test_loading_a_state_dict_at_any_time_takes_effect(pair):
 
 
 @cases
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+)
 def test_a_copied_optimizer_goes_on_alike(case, copied, engine):
     model = torch.nn.Linear(3, 4)
     optimizer = case.ours(model.parameters(), engine=engine, **case.options)
@@ -222,11 +224,15 @@ def test_tensor_options_are_read_anew_every_step(engine):
     torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize("scheduler", [
-    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
-    lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=True),
-    lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
-], ids=["one-cycle", "cyclic", "cosine"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3, cycle_momentum=True),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    ],
+    ids=["one-cycle", "cyclic", "cosine"],
+)
 @pytest.mark.parametrize("kind", ["sgd-momentum", "adamw"])
 def test_schedulers_steer_ours_as_they_steer_torch(kind, scheduler, engine):
     pair = Pair(next(case for case in KINDS if case.name == kind), engine)

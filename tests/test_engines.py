@@ -69,8 +69,8 @@ def test_where_an_engine_is_missing_torch_steps_in_with_one_warning(monkeypatch)
 
     monkeypatch.setattr(engines.importlib, "import_module", missing)
     with pytest.warns(UserWarning, match="falls back to plain tensor operations on cpu.*numba") as caught:
-        assert engine_of(stepped()[1]) == "torch"
-        assert engine_of(stepped()[1]) == "torch"
+        used = [engine_of(stepped()[1]) for _ in range(2)]
+    assert used == ["torch", "torch"]
     assert len([w for w in caught if "falls back" in str(w.message)]) == 1
     with pytest.raises(RuntimeError, match="numba"):
         stepped(engine="cpu")
@@ -114,7 +114,9 @@ STEP = """
 def test_the_cpu_engine_works_after_a_fork():
     # the parent's threads do not exist in the child: torch's own operations would wait for them there,
     # so a DataLoader's worker sets the number of threads to one; we do not depend on that
-    code = STEP + """
+    code = (
+        STEP
+        + """
     p = torch.nn.Parameter(torch.ones(2_000_000)); p.grad = torch.full_like(p, 0.5)
     optimizer = fusedstep.AdamW([p], engine="cpu"); optimizer.step()
     pid = os.fork()
@@ -125,12 +127,15 @@ def test_the_cpu_engine_works_after_a_fork():
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == int(2_000_000 * (1 - total / 2_000_000) * 1000 % 251)
     """
+    )
     run(code)
 
 
 def test_the_cpu_engine_works_where_its_cache_cannot_be_written(tmp_path):
     # neither beside the source nor in the user's cache
-    code = STEP + """
+    code = (
+        STEP
+        + """
     from numba.core import caching
     class Nowhere:
         @classmethod
@@ -138,16 +143,20 @@ def test_the_cpu_engine_works_where_its_cache_cannot_be_written(tmp_path):
     caching.CacheImpl._locator_classes = [Nowhere]
     train()
     """
+    )
     run(code)
 
 
 def test_kernels_are_compiled_once_and_then_found_on_disk(tmp_path):
-    code = STEP + """
+    code = (
+        STEP
+        + """
     import numba.core.event as event
     with event.install_recorder("numba:compile") as recorder:
         train()
     print(len(recorder.buffer))
     """
+    )
     first = int(run(code, NUMBA_CACHE_DIR=str(tmp_path)).split()[-1])
     second = int(run(code, NUMBA_CACHE_DIR=str(tmp_path)).split()[-1])
     assert first > 0

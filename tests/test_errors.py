@@ -128,10 +128,13 @@ def test_a_checkpoint_of_another_optimizer_or_model_is_refused(engine):
         adam.step()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"differentiable": True}, "differentiable=True is not supported.*torch.optim"),
-    ({"fused": True, "foreach": True}, "cannot be `True` together"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"differentiable": True}, "differentiable=True is not supported.*torch.optim"),
+        ({"fused": True, "foreach": True}, "cannot be `True` together"),
+    ],
+)
 def test_flags_that_cannot_be_honoured_raise(options, message):
     for cls in (fusedstep.SGD, fusedstep.Adam, fusedstep.AdamW):
         with pytest.raises(RuntimeError, match=message):

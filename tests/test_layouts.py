@@ -149,7 +149,13 @@ def test_any_mix_of_shapes_dtypes_layouts_groups_and_missing_gradients_equals_to
 
 
 @settings(deadline=None, max_examples=20)
-@given(values=st.lists(st.sampled_from([0.0, 1.0, -2.5, float("nan"), float("inf"), -float("inf"), 1e-40]), min_size=1, max_size=40))
+@given(
+    values=st.lists(
+        st.sampled_from([0.0, 1.0, -2.5, float("nan"), float("inf"), -float("inf"), 1e-40]),
+        min_size=1,
+        max_size=40,
+    )
+)
 def test_nan_and_inf_go_where_torch_sends_them(values):
     for case in KINDS:
         p = torch.nn.Parameter(torch.ones(len(values)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -36,14 +37,14 @@ DTYPES = {
     "fp32": (torch.float32, torch.float32),
     "fp16": (torch.float16, torch.float16),
     "bf16": (torch.bfloat16, torch.bfloat16),
-    "bf16 + fp32 states": (torch.bfloat16, torch.float32),
+    "bf16/fp32": (torch.bfloat16, torch.float32),
 }
 CPU = [Work("bert-base", o, k, d) for d in ("fp32", "bf16", "fp16") for o, k in OPTIMIZERS.items()]
 CPU += [Work("1000 x 64", o, k, "fp32") for o, k in OPTIMIZERS.items()]
 GPU = [
     Work(model, o, k, dtype)
     for model in ("bert-large", "llama-1b", "resnet-50", "400 x 1024", "465 groups")
-    for dtype in ("fp32", "bf16", "bf16 + fp32 states")
+    for dtype in ("fp32", "bf16", "bf16/fp32")
     for o, k in OPTIMIZERS.items()
 ]
 
@@ -60,7 +61,7 @@ def bench(
         raise typer.BadParameter(f"found {device!r}; use cpu or cuda", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; use --device cpu", param_hint="--device")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 132)
     facts = environment(device)
     console.print(" | ".join(f"{name} {value}" for name, value in facts.items() if name != "commit"))
     works = [w for w in (CPU if device == "cpu" else GPU) if only in f"{w.model} {w.optimizer} {w.dtype}"]
@@ -185,5 +186,3 @@ def chart(results: list[dict], facts: dict[str, str], path: Path) -> None:
     axes.set_title(f"{facts['device']}, torch {facts['torch']}", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-

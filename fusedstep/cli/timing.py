@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,18 +32,25 @@ def on_cpu(steps: Sequence[Step], rounds: int) -> list[Times]:
 
 
 def on_gpu(steps: Sequence[Step], rounds: int) -> list[Times]:
+    """Three blocks of each in turn."""
     device: list[list[float]] = [[] for _ in steps]
     host: list[list[float]] = [[] for _ in steps]
     for _ in range(3):
         for step, times in zip(steps, device, strict=True):
             times += _device_times(step, rounds)
-        for _ in range(rounds):
-            for step, times in zip(steps, host, strict=True):
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                step()
-                times.append(1e3 * (time.perf_counter() - begin))
+        for step, times in zip(steps, host, strict=True):
+            times += _host_times(step, rounds)
     return [Times(statistics.median(d), statistics.median(h)) for d, h in zip(device, host, strict=True)]
+
+
+def _host_times(step: Step, rounds: int) -> list[float]:
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times
 
 
 def _device_times(step: Step, rounds: int) -> list[float]:
@@ -55,7 +63,7 @@ def _device_times(step: Step, rounds: int) -> list[float]:
         step()
     marks[-1].record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:], strict=False)]
+    return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
 
 def copy_bandwidth() -> float:

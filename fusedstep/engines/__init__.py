@@ -1,10 +1,10 @@
 """Which engine steps a parameter. An engine is a module with
 
-    BY_ADDRESS             whether it works on addresses (dense, plain tensors) or on tensors
-    unavailable(device)    why it cannot run on this type of device; None if it can
-    chunk(bucket)          elements that one unit of its work covers
-    compile(table)         make ready to launch; may raise, nothing has been written yet
-    step(table, amp)       one update of every live row, in place
+BY_ADDRESS             whether it works on addresses (dense, plain tensors) or on tensors
+unavailable(device)    why it cannot run on this type of device; None if it can
+chunk(bucket)          elements that one unit of its work covers
+compile(table)         make ready to launch; may raise, nothing has been written yet
+step(table, amp)       one update of every live row, in place
 """
 
 from __future__ import annotations

@@ -204,7 +204,9 @@ def _narrowed(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir
     return builder.trunc(builder.select(is_nan, _fill(builder, _I32(0x7FC0)), bits), _wide(_I16))
 
 
-def _place(builder: ir.IRBuilder, addresses: ir.Value, index: ir.Value, role: int, stored: torch.dtype) -> ir.Value:
+def _place(
+    builder: ir.IRBuilder, addresses: ir.Value, index: ir.Value, role: int, stored: torch.dtype
+) -> ir.Value:
     first = builder.inttoptr(builder.extract_value(addresses, role), _STORED[stored].as_pointer())
     return builder.bitcast(builder.gep(first, [index]), _wide(_STORED[stored]).as_pointer())
 
@@ -231,7 +233,9 @@ def loader(dtypes: tuple[torch.dtype, ...], compute: Vector, masked: bool) -> An
                 if masked:
                     name = f"llvm.masked.load.v{LANES}{_SHORT[stored]}.p0"
                     nothing = ir.Constant(kind, None)
-                    value = _call(builder, name, kind, [place, _I32(size), _in_range(builder, args[2]), nothing])
+                    value = _call(
+                        builder, name, kind, [place, _I32(size), _in_range(builder, args[2]), nothing]
+                    )
                 else:
                     value = builder.load(place, align=size)
                 values.append(_widened(builder, value, stored, to))

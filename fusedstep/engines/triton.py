@@ -138,7 +138,16 @@ def _addresses(row, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _tiles(addresses, s, start, numel, RULE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+def _tiles(
+    addresses,
+    s,
+    start,
+    numel,
+    RULE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """Update TILES x BLOCK elements from `start`, only those below `numel` unless that is None."""
     offsets = start + tl.arange(0, BLOCK)
     ROLES: tl.constexpr = len(addresses)
@@ -175,7 +184,7 @@ def _update(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    if found_inf is not None:
+    if found_inf is not None:  # noqa: SIM102  (known when compiling, unlike the next condition)
         if tl.load(found_inf) != 0:
             return
     chunk = chunks + tl.program_id(0).to(tl.int64) * 2
