@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Entry:
         p, states = self.param, [self.state.get(name) for name in self.rule.states]
         if self.rule.counts and (self.state.get("step") is not self.step or not self._counts_in_table()):
             return False
-        roles = (p, grad, *states)
+        roles: tuple[Any, ...] = (p, grad, *states)
         if any(
             t is None or t.layout != torch.strided or t.device != self.device or t.shape != p.shape
             for t in roles
@@ -98,7 +98,7 @@ class Entry:
             and dense_strides(p) == self.strides
             and lies_like(p, self.strides) == (self.param_copy is None)
             and lies_like(grad, self.strides) == (self.grad_copy is None)
-            and all(lies_like(t, self.strides) for t in states)
+            and all(lies_like(t, self.strides) for t in roles[2:])
         )
 
     def _counts_in_table(self) -> bool:
@@ -127,7 +127,7 @@ class Entry:
         if self.param_copy is not None:
             self.param_copy.copy_(self.param)
         if self.grad_copy is not None:
-            self.grad_copy.copy_(self.param.grad)
+            self.grad_copy.copy_(cast(Tensor, self.param.grad))
 
     def copy_out(self) -> None:
         if self.param_copy is not None:
@@ -141,7 +141,8 @@ def real(t: Tensor) -> torch.dtype:
 
 def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settings) -> Entry:
     """Check a parameter and its gradient, choose its engine, allocate what it lacks. Writes nothing."""
-    g, state = p.grad, known.state.get(p, {})
+    g: Any = p.grad
+    state = known.state.get(p, {})
     _check(p, g, settings.owner)
     if state and "step" not in state and not any(name in state for name in rule.states):
         raise RuntimeError(

@@ -129,7 +129,7 @@ class _Box:
         self.tensor = tensor
 
 
-def _boxed(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _boxed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     def box(values: Any) -> Any:
         if not isinstance(values, dict):
             return values

@@ -50,6 +50,7 @@ class Bucket:
         self.compute_dtype = torch.float64 if torch.float64 in self.dtypes else torch.float32
         self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
         self.rows_changed = False
+        self._scan: Any = None
         # the engine's own: what it compiled and tabulated
         self.launch: Any = None
 
@@ -175,7 +176,8 @@ class Plan:
         self._inputs = len(optimizer.options)
         self._read_options([*map(optimizer.options_of, groups)])
 
-        self._pending, tables = [], {}
+        self._pending: list[Tensor] = []
+        tables: dict[tuple, list[Entry]] = {}
         for i, rule in enumerate(self._rules):
             for p in self._members[i]:
                 if p.grad is None:

@@ -82,13 +82,14 @@ class Entries:
     def __init__(self, entries: Sequence[Entry], names: Sequence[str], absent: list[Tensor]) -> None:
         params, states = [e.param for e in entries], [e.state for e in entries]
         steps = [e.step if e.rule.counts else None for e in entries]
-        grads = [p.grad for p in params]
+        grads: list[Any] = [p.grad for p in params]
         strides = [None if g.is_contiguous() else g.stride() for g in grads]
         dtypes = [g.dtype for g in grads]
         # to know the very same gradient object again without keeping it alive
         known = [*map(weakref.ref, grads)]
         self._kept = params, states, steps, names, absent, strides, dtypes, known
-        self._facts = np.stack([*map(_ids, (params, states, dtypes, strides, known, steps))], 1)
+        columns: tuple[list, ...] = params, states, dtypes, strides, known, steps
+        self._facts = np.stack([*map(_ids, columns)], 1)
         self._names, self._absent = _ids(names), _ids(absent)
         self.addresses = np.array([e.addresses() for e in entries], np.int64)
 

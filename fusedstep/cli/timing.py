@@ -36,10 +36,9 @@ def on_gpu(steps: Sequence[Step], rounds: int) -> list[Times]:
     device: list[list[float]] = [[] for _ in steps]
     host: list[list[float]] = [[] for _ in steps]
     for _ in range(3):
-        for step, times in zip(steps, device, strict=True):
-            times += _device_times(step, rounds)
-        for step, times in zip(steps, host, strict=True):
-            times += _host_times(step, rounds)
+        for step, on_host, on_device in zip(steps, host, device, strict=True):
+            on_host += _host_times(step, rounds)
+            on_device += _device_times(step, rounds, statistics.median(on_host))
     return [Times(statistics.median(d), statistics.median(h)) for d, h in zip(device, host, strict=True)]
 
 
@@ -53,11 +52,14 @@ def _host_times(step: Step, rounds: int) -> list[float]:
     return times
 
 
-def _device_times(step: Step, rounds: int) -> list[float]:
+def _device_times(step: Step, rounds: int, host: float) -> list[float]:
     """With the queue filled before it starts, so that the host cannot hold the device up."""
+    # a step that takes the host long launches many kernels, and the queue holds about a thousand
+    rounds = min(rounds, max(1, int(6 / host)))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(4e6 * rounds))
+    cycles_per_millisecond = 2e6
+    torch.cuda._sleep(int(cycles_per_millisecond * (1 + 1.5 * rounds * host)))
     for mark in marks[:-1]:
         mark.record()
         step()
@@ -70,5 +72,5 @@ def copy_bandwidth() -> float:
     """Bytes read and written per millisecond by a large copy on the GPU: the limit of any update."""
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
-    milliseconds = statistics.median(_device_times(lambda: target.copy_(source), 20))
+    milliseconds = statistics.median(_device_times(lambda: target.copy_(source), 20, host=0.05))
     return 2 * source.numel() * source.element_size() / milliseconds

@@ -13,6 +13,7 @@ import functools
 import importlib
 import warnings
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +39,12 @@ _DTYPES = {
 def choose(p: Tensor, g: Tensor, requested: str | None) -> ModuleType:
     """The engine for a parameter: the one asked for, or the best one for its device."""
     name = requested or _DEFAULT.get(p.device.type, "torch")
-    if name == "torch":
-        return _load("torch", p.device.type)[0]
     engine, problem = _load(name, p.device.type)
-    if problem is None and engine.BY_ADDRESS:
-        odd = next((t for t in (p, g) if not _is_plain(t)), None)
-        if odd is not None:
-            engine, problem = None, f"it takes plain float tensors, not {odd.dtype} {type(odd).__name__}"
-            if requested is None:
-                return _load("torch", p.device.type)[0]
+    odd = next((t for t in (p, g) if not _is_plain(t)), None)
+    if problem is None and engine.BY_ADDRESS and odd is not None:
+        if requested is None:
+            return _load("torch", p.device.type)[0]
+        problem = f"it takes plain float tensors, not a {type(odd).__name__} of {odd.dtype}"
     if problem is None:
         return engine
     if requested is not None:
@@ -59,7 +57,7 @@ def choose(p: Tensor, g: Tensor, requested: str | None) -> ModuleType:
 
 
 @functools.cache
-def _load(name: str, device_type: str) -> tuple[ModuleType, str | None]:
+def _load(name: str, device_type: str) -> tuple[Any, str | None]:
     """An engine, imported on first use, and why it cannot serve this type of device."""
     try:
         engine = importlib.import_module(f"{__name__}.{name}")

@@ -62,13 +62,11 @@ def step(table, amp) -> None:
 
 def _update(entry, scalars: list[float] | Tensor, found_inf: Tensor | None) -> None:
     dtype = torch.float64 if torch.float64 in entry.dtypes else torch.float32
-    if isinstance(scalars, Tensor):
-        scalars = scalars.to(dtype).unbind()
-    scale, *scalars = scalars
+    scale, *rest = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
     targets = [_real(t) for t in (entry.param, *(entry.state[name] for name in entry.rule.states))]
     p, *states = (t.to(dtype) for t in targets)
     g = _real(entry.param.grad).to(dtype) * scale
-    results = _bound(entry.rule.update)(p, g, *states, *scalars[: entry.rule.scalar_count])
+    results = _bound(entry.rule.update)(p, g, *states, *rest[: entry.rule.scalar_count])
     for target, new in zip(targets, results, strict=True):
         target.copy_(new if found_inf is None else torch.where(found_inf == 0, new, target))
 
