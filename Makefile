@@ -9,7 +9,6 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter
 
 lint: .venv/ready
 	$(BIN)/ruff check .

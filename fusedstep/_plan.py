@@ -66,7 +66,7 @@ class Bucket:
         self.staged = [e for e in live if e.param_copy is not None or e.grad_copy is not None]
         self._scan = None
         if self.engine.BY_ADDRESS:
-            self._live = np.flatnonzero(self.rows[:, LIVE])
+            self._live = np.flatnonzero(self.rows[:, LIVE]) if absent else slice(None)
             self.rows[:, NUMEL] = np.where(self.rows[:, LIVE], self.numels, 0)
             self.rows[:, FULL] = 0
             self._full = self.numels[self._live] // self.engine.chunk(self) * self.engine.chunk(self)
@@ -86,7 +86,8 @@ class Bucket:
 
     def _write_addresses(self, addresses: np.ndarray) -> None:
         # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
-        self.rows[self._live, FULL] = np.where((addresses & 15).any(axis=1), 0, self._full)
+        misaligned = np.bitwise_or.reduce(addresses, axis=1) & 15
+        self.rows[self._live, FULL] = np.where(misaligned, 0, self._full)
         self.rows[self._live, POINTERS : POINTERS + self.rule.roles] = addresses
         self.rows_changed = True
 
