@@ -135,8 +135,14 @@ def _update(job):
 def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
     """`kernel` with `names` bound, called by a name for all that its code depends on: its place on disk."""
     bound = types.FunctionType(kernel.__code__, {**globals(), **names}, kernel.__name__)
-    bound.__qualname__, bound.__module__ = f"{kernel.__name__}_{key}", __name__
+    bound.__qualname__, bound.__module__ = f"{kernel.__name__}_{key}_{_storage_version()}", __name__
     return bound
+
+
+@functools.cache
+def _storage_version() -> str:
+    """Of what kernels inline from `_vector`: Numba itself looks only at the file a kernel is in."""
+    return hashlib.sha1(Path(_vector.__file__).read_bytes()).hexdigest()[:12]
 
 
 def _kept_on_disk(compile: Callable[..., Any]) -> Any:
@@ -264,4 +270,5 @@ def _after_fork() -> None:
 _forked = False
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork either
+    os.register_at_fork(after_in_child=_after_fork)

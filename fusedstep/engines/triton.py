@@ -23,6 +23,8 @@ from .._rules import bind
 from . import FULL, GROUP, LIVE, NUMEL, POINTERS
 
 BY_ADDRESS = True
+# read once: every look at a knob of Triton's is a look at the environment
+_INTERPRET = triton.knobs.runtime.interpret
 # 97-99 % of the copy bandwidth of an H200 for every mix of dtypes
 _BLOCK, _TILES, _WARPS = 256, 4, 2
 # tensors for which one program prepares scalars
@@ -204,7 +206,7 @@ def _update(
 
 
 def unavailable(device_type: str) -> str | None:
-    if triton.knobs.runtime.interpret:
+    if _INTERPRET:
         return None
     if device_type == "cpu":
         return "Triton runs on CPU tensors only in its interpreter; set TRITON_INTERPRET=1 before importing it"
@@ -262,7 +264,7 @@ class _Launch:
 
     def ready(self, *optional: torch.Tensor | None) -> Any:
         """The compiled kernel for these, not yet launched."""
-        if triton.knobs.runtime.interpret:
+        if _INTERPRET:
             return None
         key = tuple(t is None for t in optional)
         if key not in self._compiled:
@@ -273,7 +275,7 @@ class _Launch:
 
     def __call__(self, *optional: torch.Tensor | None) -> None:
         args = (*self._tables, *optional, *self._constants)
-        if triton.knobs.runtime.interpret:
+        if _INTERPRET:
             self._kernel[self._grid](*args, **self._options)
         elif self._grid[0]:
             self.ready(*optional)(*args)
