@@ -123,12 +123,14 @@ class Entry:
         if self.state:
             known.state.setdefault(self.param, self.state)
 
+    @torch.no_grad()
     def copy_in(self) -> None:
         if self.param_copy is not None:
             self.param_copy.copy_(self.param)
         if self.grad_copy is not None:
             self.grad_copy.copy_(cast(Tensor, self.param.grad))
 
+    @torch.no_grad()
     def copy_out(self) -> None:
         if self.param_copy is not None:
             self.param.copy_(self.param_copy)

@@ -140,16 +140,16 @@ class Table:
             _upload(self.host_rows, self.rows)
             for bucket in self.buckets:
                 bucket.rows_changed = False
-        if not self.engine.BY_ADDRESS:
-            return self.engine.step(self, amp.to(self.device))
-        staged = [entry for bucket in self.buckets for entry in bucket.staged]
-        for entry in staged:
-            entry.copy_in()
-        self.engine.step(self, amp.to(self.device))
-        for entry in staged:
-            entry.copy_out()
         for bucket in self.buckets:
-            torch.autograd.graph.increment_version(bucket.params)
+            for entry in bucket.staged:
+                entry.copy_in()
+        self.engine.step(self, amp.to(self.device))
+        for bucket in self.buckets:
+            for entry in bucket.staged:
+                entry.copy_out()
+            if self.engine.BY_ADDRESS:
+                # autograd must know that these were written
+                torch.autograd.graph.increment_version(bucket.params)
 
 
 def _upload(host: np.ndarray, device: Tensor) -> None:
@@ -164,6 +164,7 @@ def _upload(host: np.ndarray, device: Tensor) -> None:
 class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
+    @torch.no_grad()
     def __init__(self, optimizer: Any) -> None:
         groups, known = optimizer.param_groups, Known(optimizer.state, optimizer.uncounted)
         self._members = [[*members] for members in map(_params, groups)]
@@ -263,7 +264,7 @@ class Plan:
         """Hyper-parameters that live on a device stay there."""
         for table in self.tables:
             for row, column, value in self._cells:
-                table.hyper[row, column].copy_(value.reshape(()), non_blocking=True)
+                table.hyper[row, column].copy_(value.detach().reshape(()), non_blocking=True)
 
     def step(self, amp: Amp) -> None:
         for table in self.tables:

@@ -44,6 +44,7 @@ def compile(table) -> None:
     pass
 
 
+@torch.no_grad()
 def step(table, amp) -> None:
     rows = torch.from_numpy(table.host_rows[:, :2].copy()).to(table.device)
     live, group = rows.unbind(1)
