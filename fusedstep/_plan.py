@@ -11,6 +11,7 @@ that vanishes switches its row off; one that moves rewrites its address; anythin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain, groupby
 from operator import is_, itemgetter
 from types import ModuleType
@@ -161,6 +162,10 @@ def _upload(host: np.ndarray, device: Tensor) -> None:
         device.copy_(source, non_blocking=True)
 
 
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    return chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in values)
+
+
 class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
@@ -200,38 +205,43 @@ class Plan:
 
     def _record(self, optimizer: Any) -> None:
         """Remember what the optimizer holds now, for the next step to compare."""
-        self._states = [*optimizer.state.values()]
+        groups, state = optimizer.param_groups, optimizer.state
+        self._states = [*state.values()]
         self._scan = None
-        if _scan.API is not None and not self._tensors:
-            groups = optimizer.param_groups
-            options = ("maximize", *optimizer.options, *optimizer.switches)
-            self._scan = _scan.Groups(groups, options, optimizer.state, self._pending)
+        if _scan.API is not None:
+            options = () if self._volatile else ("maximize", *optimizer.options, *optimizer.switches)
+            self._scan = _scan.Groups(groups, options, state, self._pending)
 
     def describes(self, optimizer: Any) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
-        groups, state = optimizer.param_groups, optimizer.state
-        if self._scan is not None and self._scan.same(groups, state):
-            return all(table.refresh() for table in self.tables)
-        members = [*map(_params, groups)]
+        same = self._scan is not None and self._scan.same(optimizer.param_groups, optimizer.state)
+        if not same and not self._holds(optimizer):
+            return False
+        if (not same or self._volatile) and not self._refresh_options(optimizer):
+            return False
+        if not all(table.refresh() for table in self.tables):
+            return False
+        if not same:
+            self._record(optimizer)
+        return True
+
+    def _holds(self, optimizer: Any) -> bool:
+        """Whether the optimizer has the parameters and states it had, looked at in Python."""
+        members, state = [*map(_params, optimizer.param_groups)], optimizer.state
         params = [*chain.from_iterable(members)]
-        same = (
+        return (
             len(params) == len(self._params)
             and all(map(is_, params, self._params))
             and [*map(len, members)] == [*map(len, self._members)]
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
             and all(p.grad is None for p in self._pending)
-            and self._refresh_options(optimizer)
-            and all(bucket.survey() for table in self.tables for bucket in table.buckets)
         )
-        if same:
-            self._record(optimizer)
-        return same
 
     def _refresh_options(self, optimizer: Any) -> bool:
         options = [*map(optimizer.options_of, optimizer.param_groups)]
-        # tensors are read anew every step and never compared: that could wait for the device
-        if not self._tensors and options == self._options:
+        # a tensor is never compared: that could wait for the device
+        if not self._volatile and options == self._options:
             return True
         if [*map(optimizer.rule, optimizer.param_groups)] != self._rules:
             return False
@@ -245,17 +255,17 @@ class Plan:
 
     def _read_options(self, options: list[tuple]) -> None:
         """Hyper-parameters as a matrix, a row per group: the sign of the gradient, then the scalars' inputs."""
-        self._options, self._tensors, self._cells = options, False, []
+        self._options, self._cells = options, []
+        # anything but numbers and tuples of them may change in place, and is read anew every step
+        parts = chain.from_iterable(v if isinstance(v, tuple) else (v,) for row in options for v in row)
+        self._volatile = not all(isinstance(v, (int, float)) for v in parts)
         hyper = []
         for i, (maximize, *values) in enumerate(options):
             row = [-1.0 if maximize else 1.0]
-            inputs = (v if isinstance(v, (tuple, list)) else (v,) for v in values[: self._inputs])
-            for value in chain.from_iterable(inputs):
-                if isinstance(value, Tensor):
-                    self._tensors = True
-                    if value.device.type != "cpu":
-                        self._cells.append((i, len(row), value))
-                        value = 0.0
+            for value in _flat(values[: self._inputs]):
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    self._cells.append((i, len(row), value))
+                    value = 0.0
                 row.append(float(value))
             hyper.append(row)
         self._hyper = np.array(hyper, np.float64)

@@ -224,6 +224,23 @@ def test_tensor_options_are_read_anew_every_step(engine):
     torch.testing.assert_close(p, q)
 
 
+def test_options_that_change_in_place_are_noticed(engine):
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    betas = [0.9, 0.99]
+    a, b = (
+        fusedstep.Adam([{"params": [p], "betas": betas}], engine=engine),
+        torch.optim.Adam([q], betas=(0.9, 0.99)),
+    )
+    for beta in (0.9, 0.5, 0.1):
+        p.grad = torch.randn(3)
+        q.grad = p.grad.clone()
+        betas[0] = beta
+        b.param_groups[0]["betas"] = (beta, 0.99)
+        a.step()
+        b.step()
+    torch.testing.assert_close(p, q)
+
+
 @pytest.mark.parametrize(
     "scheduler",
     [
