@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -72,11 +72,14 @@ class Entry:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
+    # all counts of the table
+    counts: Tensor = field(init=False)
 
     @property
     def bucket(self) -> tuple:
         """Entries with equal keys can share a launch."""
-        return (self.rule.update.__name__, *map(str, self.dtypes))
+        staged = self.param_copy is not None or self.grad_copy is not None
+        return (self.rule.update.__name__, *map(str, self.dtypes), staged)
 
     def fits(self, grad: Tensor) -> bool:
         """Whether parameter, gradient and states are still stored as this entry was built for."""
@@ -103,8 +106,7 @@ class Entry:
 
     def _counts_in_table(self) -> bool:
         """Whether `step` is still the view it was made as, and not given memory of its own."""
-        base = self.step._base
-        return base is not None and self.step.untyped_storage()._cdata == base.untyped_storage()._cdata
+        return self.step.untyped_storage()._cdata == self.counts.untyped_storage()._cdata
 
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""
@@ -146,12 +148,13 @@ def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settin
     g: Any = p.grad
     state = known.state.get(p, {})
     _check(p, g, settings.owner)
-    if state and "step" not in state and not any(name in state for name in rule.states):
+    if rule.counts and state and "step" not in state and not any(name in state for name in rule.states):
         raise RuntimeError(
             f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {rule.states}: "
             "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
         )
-    engine = engines.choose(p, g, settings.engine)
+    old = [state[name] for name in rule.states if isinstance(state.get(name), Tensor)]
+    engine = engines.choose((p, g, *old), settings.engine)
     strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
     stepped = state.get("step", 0.0) if rule.counts else known.uncounted.get(p, 1.0)
     states, fresh = [], {}
@@ -220,5 +223,7 @@ def _adopted(found: Tensor, p: Tensor, strides: tuple, name: str, engine: Module
             f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, its parameter "
             f"{tuple(p.shape)} and {p.dtype}; load a matching checkpoint or delete optimizer.state[p]"
         )
+    if not (found.is_floating_point() or found.is_complex()):
+        raise TypeError(f"state {name!r} is {found.dtype}, not floating-point; load a matching checkpoint")
     found = found if found.device == p.device else found.to(p.device)
     return laid_like(found, strides) if engine.BY_ADDRESS else found

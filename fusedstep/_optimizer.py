@@ -86,12 +86,13 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plan is None or not self._plan.describes(self):
-            # not kept if building fails: the next step starts over
-            self._plan = None
-            self._plan = Plan(self)
+        # kept only if the step comes through: after an exception the next one starts over
+        plan, self._plan = self._plan, None
+        if plan is None or not plan.describes(self):
+            plan = Plan(self)
         # a GradScaler sets these two around its call
-        self._plan.step(Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)))
+        plan.step(Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)))
+        self._plan = plan
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,6 +101,8 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            _check_flags(group)
         # torch's loader would cast every state to the parameter's dtype: hand it boxes, after the user's hooks
         handle = self.register_load_state_dict_pre_hook(_boxed)
         try:
@@ -115,13 +118,14 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._plan = None
         self.uncounted = state.get("uncounted", {})
-        signature = inspect.signature(type(self).__init__).parameters
+        # a checkpoint that lacks an option was saved before it existed, when all did as its default does
+        constructors = [vars(cls)["__init__"] for cls in type(self).__mro__ if "__init__" in vars(cls)]
+        signatures = reversed([*map(inspect.signature, constructors)])
+        defaults = {name: p.default for s in signatures for name, p in s.parameters.items()}
         for group in self.param_groups:
-            # a checkpoint that lacks an option was saved before it existed, when all did as its default does
-            for name in self.defaults.keys() & signature.keys():
-                group.setdefault(name, signature[name].default)
+            for name in self.defaults.keys() & defaults.keys():
+                group.setdefault(name, defaults[name])
             group.update(self.fixed)
-            _check_flags(group)
         for p, values in self.state.items():
             if isinstance(values, dict):
                 for name, value in values.items():

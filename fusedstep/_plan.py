@@ -73,8 +73,7 @@ class Bucket:
             self._full = self.numels[self._live] // self.engine.chunk(self) * self.engine.chunk(self)
             addresses = np.array([entry.addresses() for entry in live], np.int64)
             self._write_addresses(addresses.reshape(len(live), self.rule.roles))
-            # a lazily conjugated gradient looks like any other, so complex ones are surveyed every step
-            if _scan.API is not None and live and not self.staged and not live[0].param.is_complex():
+            if _scan.API is not None and live and not self.staged and _scan.Entries.can_read(live):
                 self._scan = _scan.Entries(live, self.rule.states, absent)
         return True
 
@@ -127,7 +126,7 @@ class Table:
         steps = steps.to(self.device)
         # select, not unbind: a view that may itself be written in place
         for i, (entry, count) in enumerate(zip(self.entries, counts, strict=True)):
-            entry.step = steps[i]
+            entry.step, entry.counts = steps[i], steps
             if isinstance(count, Tensor):
                 entry.step.copy_(count.reshape(()), non_blocking=True)
         return steps
@@ -180,6 +179,8 @@ class Plan:
                 "pass every parameter once, for example list(dict.fromkeys(params))"
             )
         self._rules = [*map(optimizer.rule, groups)]
+        for gone in optimizer.uncounted.keys() - set(self._params):
+            del optimizer.uncounted[gone]
         self._inputs = len(optimizer.options)
         self._read_options([*map(optimizer.options_of, groups)])
 
@@ -194,12 +195,14 @@ class Plan:
                     tables.setdefault((entry.engine, entry.device), []).append(entry)
         self.tables = [Table(engine, entries, self._hyper) for (engine, _), entries in tables.items()]
 
-        # everything is allocated and compiled: from here on nothing can fail
+        # everything is allocated and compiled
         for table in self.tables:
             for entry in table.entries:
                 entry.commit(known)
-            for bucket in table.buckets:
-                bucket.survey()
+            if not all(bucket.survey() for bucket in table.buckets):
+                raise RuntimeError(
+                    "a parameter changed while its step was prepared; is another thread at work?"
+                )
         self._copy_cells()
         self._record(optimizer)
 
@@ -208,7 +211,7 @@ class Plan:
         groups, state = optimizer.param_groups, optimizer.state
         self._states = [*state.values()]
         self._scan = None
-        if _scan.API is not None:
+        if _scan.API is not None and _scan.Groups.can_read(groups, state):
             options = () if self._volatile else ("maximize", *optimizer.options, *optimizer.switches)
             self._scan = _scan.Groups(groups, options, state, self._pending)
 
@@ -239,15 +242,11 @@ class Plan:
         )
 
     def _refresh_options(self, optimizer: Any) -> bool:
-        options = [*map(optimizer.options_of, optimizer.param_groups)]
-        # a tensor is never compared: that could wait for the device
-        if not self._volatile and options == self._options:
-            return True
         if [*map(optimizer.rule, optimizer.param_groups)] != self._rules:
             return False
-        before = self._hyper
-        self._read_options(options)
-        if not np.array_equal(before, self._hyper):
+        before = self._hyper, [cell[:2] for cell in self._cells]
+        self._read_options([*map(optimizer.options_of, optimizer.param_groups)])
+        if not np.array_equal(before[0], self._hyper) or before[1] != [cell[:2] for cell in self._cells]:
             for table in self.tables:
                 _upload(self._hyper, table.hyper)
         self._copy_cells()
@@ -255,7 +254,7 @@ class Plan:
 
     def _read_options(self, options: list[tuple]) -> None:
         """Hyper-parameters as a matrix, a row per group: the sign of the gradient, then the scalars' inputs."""
-        self._options, self._cells = options, []
+        self._cells: list[tuple[int, int, Tensor]] = []
         # anything but numbers and tuples of them may change in place, and is read anew every step
         parts = chain.from_iterable(v if isinstance(v, tuple) else (v,) for row in options for v in row)
         self._volatile = not all(isinstance(v, (int, float)) for v in parts)
@@ -266,8 +265,14 @@ class Plan:
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     self._cells.append((i, len(row), value))
                     value = 0.0
-                row.append(float(value))
+                if isinstance(value, str):
+                    raise TypeError(
+                        f"group {i} has {value!r} as an option; use a number or a one-element tensor"
+                    )
+                row.append(float(value.detach() if isinstance(value, Tensor) else value))
             hyper.append(row)
+            if len(row) != self._rules[i].scalars.__code__.co_argcount:
+                raise ValueError(f"group {i} has too many or too few numbers in its options: {values}")
         self._hyper = np.array(hyper, np.float64)
 
     def _copy_cells(self) -> None:

@@ -15,6 +15,7 @@ The gradient arrives unscaled and with its sign already turned for `maximize`.
 
 from __future__ import annotations
 
+import builtins
 import types
 from collections.abc import Callable
 from math import sqrt
@@ -98,7 +99,8 @@ def bind(
     >>> bind(sgd, {"fma": lambda a, b, c: c - 1, "where": where})(5.0, 3.0, 0.1, 0.0)
     (4.0,)
     """
-    names = dict(vocabulary)
+    # without builtins, imports inside torch's dispatcher fail
+    names = {"__builtins__": builtins, **vocabulary}
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
         if name not in names and isinstance(called, types.FunctionType):

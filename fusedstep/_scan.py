@@ -4,10 +4,12 @@ Every step must look at every gradient, address, state and option again: all of 
 or replaced at will. In Python that look costs more than the launch it precedes, so the loop over these
 Python objects is compiled by Numba and talks to CPython's C interface. It only reads. What it is not
 sure about it leaves to the plan, which looks again in Python; where it cannot run (another interpreter,
-a torch without the one C function it needs), the plan always does.
+a torch that lays out its tensors otherwise), the plan always does.
 
-Objects are compared by address. Those that were recorded are kept alive, so that no other object can
-take their place; gradients and states are not kept, and are compared by what they are and where they lie.
+Options, parameters and state dicts are compared by identity, and kept alive so that no other object can
+take their place. Gradients and states are not kept: they are compared by dtype, device, sizes, strides,
+dispatch keys (sparse, conjugate, wrapped, ...) and address. All but the last are read straight from
+torch's tensor structure, whose offsets are found by looking at tensors of known shape.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import sysconfig
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,27 +28,52 @@ from ._entry import Entry
 
 SAME, MOVED, UNSURE = range(3)
 
-# what the compiled loops are handed in one array: addresses of C functions, then of Python objects
-_FUNCTIONS = (
-    "PyObject_GetAttr",
-    "PyObject_VectorcallMethod",
-    "PyObject_RichCompareBool",
-    "PyDict_GetItemWithError",
-    "PyDict_Next",
-    "PyErr_Clear",
-    "Py_DecRef",
-)
-GET_ATTR, CALL_METHOD, COMPARE, GET_ITEM, NEXT, CLEAR, DEC_REF, DATA_PTR = range(8)
-_OBJECTS = ("grad", "dtype", "is_contiguous", "stride", "params", "step", None, True, Tensor)
-GRAD, DTYPE, IS_CONTIGUOUS, STRIDE, PARAMS, STEP, NONE, TRUE, TENSOR = range(8, 17)
+# what the compiled loops are handed in one array: addresses of C functions and Python objects, offsets
+_FUNCTIONS = ("PyObject_GetAttr", "PyDict_GetItemWithError", "PyDict_Next", "PyErr_Clear", "Py_DecRef")
+GET_ATTR, GET_ITEM, NEXT, CLEAR, DEC_REF, DATA_PTR = range(6)
+_OBJECTS = ("grad", "params", "step", None, Tensor)
+GRAD, PARAMS, STEP, NONE, TENSOR = range(6, 11)
+IMPL, SHAPE, KEYS = range(11, 14)
+
+# columns of what is remembered of a parameter
+PARAM, STATE, COUNT = range(3)
+# and of a tensor: dimensions, sizes and strides, dtype with device, dispatch keys
+MOST_DIMS = 5
+WORDS = 1 + 2 * MOST_DIMS + 2
+
+
+def _words(address: int, count: int) -> list[int]:
+    return [ctypes.c_int64.from_address(address + 8 * i).value for i in range(count)]
+
+
+def _offsets() -> list[int] | None:
+    """Where a Python tensor points to torch's, and where that has its shape and keys; None if unclear."""
+    t = torch.empty(3, 5, 7, 11, 13)
+    z = torch.empty(1, dtype=torch.complex64)
+    inside, tensor = _words(id(t), 6), _words(t._cdata, 25)
+    plain, conjugate = _words(z._cdata, 25), _words(z.conj()._cdata, 25)
+    shape = [5, *t.shape, *t.stride(), 0, t.numel()]
+    starts = [i for i in range(len(tensor) - len(shape)) if tensor[i : i + len(shape)] == shape]
+    if inside.count(t._cdata) != 1 or len(starts) != 1:
+        return None
+    after = starts[0] + len(shape)
+    # the word after numel begins with dtype and device; the keys are what conjugation alone changes
+    keys = [i for i in range(after + 1, len(tensor)) if plain[i] != conjugate[i]]
+    same = all(plain[i] == conjugate[i] for i in (starts[0], starts[0] + 1, after))
+    if not keys or keys[0] > after + 3 or not same:
+        return None
+    return [8 * inside.index(t._cdata), 8 * starts[0], 8 * keys[0]]
 
 
 def _api() -> np.ndarray | None:
     data_ptr = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", None)
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED") or not data_ptr:
         return None
+    offsets = _offsets()
+    if offsets is None:
+        return None
     functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _FUNCTIONS]
-    return np.array([*functions, data_ptr, *map(id, _OBJECTS)], np.int64)
+    return np.array([*functions, data_ptr, *map(id, _OBJECTS), *offsets], np.int64)
 
 
 API = _api()
@@ -69,10 +95,21 @@ class Groups:
         self._values = _ids(values).reshape(len(groups), len(options))
         self._arrays = _ids(params), _ids(options), _ids(states), _ids(absent)
 
-    def same(self, groups: list[dict], state: dict) -> bool:
+    @staticmethod
+    def can_read(groups: Any, state: Any) -> bool:
+        """Whether these are the lists and dicts whose structure the compiled loop knows."""
+        return (
+            type(groups) is list
+            and isinstance(state, dict)
+            and all(isinstance(group, dict) and type(group["params"]) is list for group in groups)
+        )
+
+    def same(self, groups: Any, state: Any) -> bool:
         """Whether all of that still holds, and no gradient has appeared where there was none."""
         from ._scan_kernels import scan_groups
 
+        if type(groups) is not list or not isinstance(state, dict):
+            return False
         return scan_groups(API, id(groups), id(state), self._groups, self._values, *self._arrays)
 
 
@@ -80,18 +117,23 @@ class Entries:
     """Parameters with their gradients, states and step counts as they were, and where."""
 
     def __init__(self, entries: Sequence[Entry], names: Sequence[str], absent: list[Tensor]) -> None:
+        from ._scan_kernels import read_tensors
+
         params, states = [e.param for e in entries], [e.state for e in entries]
-        steps = [e.step if e.rule.counts else None for e in entries]
-        grads: list[Any] = [p.grad for p in params]
-        strides = [None if g.is_contiguous() else g.stride() for g in grads]
-        dtypes = [g.dtype for g in grads]
-        # to know the very same gradient object again without keeping it alive
-        known = [*map(weakref.ref, grads)]
-        self._kept = params, states, steps, names, absent, strides, dtypes, known
-        columns: tuple[list, ...] = params, states, dtypes, strides, known, steps
+        counts = [e.step if e.rule.counts else None for e in entries]
+        self._kept = params, states, counts, names, absent
+        columns: tuple[list, ...] = params, states, counts
         self._facts = np.stack([*map(_ids, columns)], 1)
         self._names, self._absent = _ids(names), _ids(absent)
+        tensors = [(e.param, e.param.grad, *(e.state[name] for name in names)) for e in entries]
+        self._tensors = read_tensors(API, np.array([[*map(id, roles)] for roles in tensors], np.int64))
+        # a count may be given other memory without becoming another object
+        self._counts = np.array([0 if c is None else c.data_ptr() for c in counts], np.int64)
         self.addresses = np.array([e.addresses() for e in entries], np.int64)
+
+    @staticmethod
+    def can_read(entries: Sequence[Entry]) -> bool:
+        return all(e.param.dim() <= MOST_DIMS and isinstance(e.state, dict) for e in entries)
 
     def look(self) -> int:
         """SAME, MOVED if only gradients lie elsewhere (`addresses` then says where), else UNSURE.
@@ -100,4 +142,5 @@ class Entries:
         """
         from ._scan_kernels import scan_entries
 
-        return scan_entries(API, self._facts, self._names, self._absent, self.addresses)
+        facts = self._facts, self._tensors, self._names, self._counts, self._absent
+        return scan_entries(API, *facts, self.addresses)

@@ -8,31 +8,36 @@ from llvmlite import ir
 from numba.core import types as nb
 from numba.extending import intrinsic
 
+from ._cache import kept_on_disk
 from ._scan import (
-    CALL_METHOD,
     CLEAR,
-    COMPARE,
+    COUNT,
     DATA_PTR,
     DEC_REF,
-    DTYPE,
     GET_ATTR,
     GET_ITEM,
     GRAD,
-    IS_CONTIGUOUS,
+    IMPL,
+    KEYS,
+    MOST_DIMS,
     MOVED,
     NEXT,
     NONE,
+    PARAM,
     PARAMS,
     SAME,
+    SHAPE,
+    STATE,
     STEP,
-    STRIDE,
     TENSOR,
-    TRUE,
     UNSURE,
+    WORDS,
 )
 
-# offsets in CPython's objects: the type of any, size and items of a list, the target of a weak reference
-_TYPE, _SIZE, _ITEMS, _TARGET = 8, 16, 24, 16
+# offsets in CPython's objects: the type of any, size and items of a list
+_TYPE, _SIZE, _ITEMS = 8, 16, 24
+# in torch's, from its number of dimensions: the word that begins with dtype (2 bytes) and device (3 bytes)
+_KIND, _KIND_BYTES = 8 * (1 + 2 * MOST_DIMS + 2), 0xFFFFFFFFFF
 
 
 @intrinsic
@@ -59,32 +64,53 @@ def _word(typing_context, address):
 
 
 def _compiled(function):
-    try:
-        return numba.njit(cache=True)(function)
-    except RuntimeError:  # nowhere to write
-        return numba.njit(function)
+    return kept_on_disk(function, lambda f, cache: numba.njit(cache=cache)(f))
 
 
 _inline = numba.njit(forceinline=True)
 
 
 @_inline
-def _lies_as(api, grad, facts, scratch):
-    """Dtype and strides as recorded; False too for what has none, such as a sparse tensor."""
-    dtype = _call(api[GET_ATTR], (grad, api[DTYPE]))
-    _call(api[DEC_REF], (dtype,))
-    if dtype != facts[2]:
-        return False
-    scratch[0] = grad
-    contiguous = facts[3] == api[NONE]
-    name = api[IS_CONTIGUOUS] if contiguous else api[STRIDE]
-    found = _call(api[CALL_METHOD], (name, scratch.ctypes.data, 1, 0))
+def _item(api, mapping, key):
+    """What a dict has under a key, 0 if nothing."""
+    found = _call(api[GET_ITEM], (mapping, key))
     if found == 0:
         _call(api[CLEAR], ())
-        return False
-    same = found == api[TRUE] if contiguous else _call(api[COMPARE], (found, facts[3], 2)) & 0xFFFFFFFF == 1
-    _call(api[DEC_REF], (found,))
-    return same
+    return found
+
+
+@_inline
+def _read(api, tensor, words):
+    """What kind of tensor this is; only as many sizes and strides as it has dimensions mean anything."""
+    impl = _word(tensor + api[IMPL])
+    shape = impl + api[SHAPE]
+    dims = _word(shape)
+    words[0] = dims
+    for d in range(min(dims, MOST_DIMS)):
+        words[1 + d] = _word(shape + 8 * (1 + d))
+        words[1 + MOST_DIMS + d] = _word(shape + 8 * (1 + MOST_DIMS + d))
+    words[1 + 2 * MOST_DIMS] = _word(shape + _KIND) & _KIND_BYTES
+    words[2 + 2 * MOST_DIMS] = _word(impl + api[KEYS])
+
+
+@_compiled
+def read_tensors(api, tensors):
+    words = np.zeros((tensors.shape[0], tensors.shape[1], WORDS), np.int64)
+    for i in range(tensors.shape[0]):
+        for k in range(tensors.shape[1]):
+            _read(api, tensors[i, k], words[i, k])
+    return words
+
+
+@_inline
+def _is_still(api, tensor, words, scratch):
+    """Whether a tensor is of the recorded kind; then it has memory, and an address to ask for."""
+    scratch[:] = words
+    _read(api, tensor, scratch)
+    different = 0
+    for k in range(WORDS):
+        different |= scratch[k] ^ words[k]
+    return different == 0
 
 
 @_inline
@@ -101,22 +127,20 @@ def _any_grad(api, params):
 
 
 @_compiled
-def scan_entries(api, facts, names, absent, addresses):
-    verdict, scratch = SAME, np.zeros(1, np.int64)
+def scan_entries(api, facts, tensors, names, counts, absent, addresses):
+    verdict, scratch = SAME, np.zeros(WORDS, np.int64)
     for i in range(len(facts)):
-        param, state = facts[i, 0], facts[i, 1]
+        param, state, count = facts[i, PARAM], facts[i, STATE], facts[i, COUNT]
+        if not _is_still(api, param, tensors[i, 0], scratch):
+            return UNSURE
         if _call(api[DATA_PTR], (param,)) != addresses[i, 0]:
             return UNSURE
         grad = _call(api[GET_ATTR], (param, api[GRAD]))
         if grad == 0:
             _call(api[CLEAR], ())
             return UNSURE
-        if grad == api[NONE]:
-            _call(api[DEC_REF], (grad,))
-            return UNSURE
-        # a dead weak reference points to None
-        known = _word(facts[i, 4] + _TARGET) == grad
-        if not known and (_word(grad + _TYPE) != api[TENSOR] or not _lies_as(api, grad, facts[i], scratch)):
+        # a gradient that only its parameter owns may be gone with our reference: drop that last
+        if _word(grad + _TYPE) != api[TENSOR] or not _is_still(api, grad, tensors[i, 1], scratch):
             _call(api[DEC_REF], (grad,))
             return UNSURE
         address = _call(api[DATA_PTR], (grad,))
@@ -125,12 +149,16 @@ def scan_entries(api, facts, names, absent, addresses):
             addresses[i, 1] = address
             verdict = MOVED
         for k in range(len(names)):
-            tensor = _call(api[GET_ITEM], (state, names[k]))
+            tensor = _item(api, state, names[k])
             if tensor == 0 or _word(tensor + _TYPE) != api[TENSOR]:
+                return UNSURE
+            if not _is_still(api, tensor, tensors[i, 2 + k], scratch):
                 return UNSURE
             if _call(api[DATA_PTR], (tensor,)) != addresses[i, 2 + k]:
                 return UNSURE
-        if facts[i, 5] != api[NONE] and _call(api[GET_ITEM], (state, api[STEP])) != facts[i, 5]:
+        if count == api[NONE]:
+            continue
+        if _item(api, state, api[STEP]) != count or _call(api[DATA_PTR], (count,)) != counts[i]:
             return UNSURE
     return UNSURE if _any_grad(api, absent) else verdict
 
@@ -142,10 +170,10 @@ def scan_groups(api, groups, state, facts, values, params, options, states, abse
     items, first = _word(groups + _ITEMS), 0
     for i in range(len(facts)):
         group = _word(items + 8 * i)
-        if group != facts[i, 0] or _call(api[GET_ITEM], (group, api[PARAMS])) != facts[i, 1]:
+        if group != facts[i, 0] or _item(api, group, api[PARAMS]) != facts[i, 1]:
             return False
         for k in range(len(options)):
-            if _call(api[GET_ITEM], (group, options[k])) != values[i, k]:
+            if _item(api, group, options[k]) != values[i, k]:
                 return False
         if _word(facts[i, 1] + _SIZE) != facts[i, 2]:
             return False

@@ -264,6 +264,8 @@ def _check_adam(lr: float | Tensor, betas: tuple, eps: float, weight_decay: floa
     _check_lr(lr)
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas}; two are needed")
     for i, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{i}] must be 1-element")

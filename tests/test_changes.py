@@ -284,3 +284,98 @@ def test_a_quiet_step_allocates_nothing(monkeypatch):
     optimizer.param_groups[0]["lr"] = 1e-4
     with pytest.raises(AssertionError, match="did work"):
         optimizer.step()
+
+
+def shrink(p, optimizer):
+    p.data, p.grad = p.data[:2], None
+    p.grad = torch.ones_like(p)
+
+
+def set_options(**options):
+    return lambda p, optimizer: optimizer.param_groups[0].update(options)
+
+
+# what a step must notice: each is done to a parameter, with what torch.optim then does as the measure
+MUTATIONS = {
+    "parameter shrunk in place": shrink,
+    "parameter turned": lambda p, o: setattr(p, "data", p.data.t()),
+    "gradient turned": lambda p, o: p.grad.t_(),
+    "gradient given other strides": lambda p, o: setattr(p.grad, "data", p.grad.data.t().contiguous().t()),
+    "state turned": lambda p, o: o.state[p].update(exp_avg=o.state[p]["exp_avg"].t()),
+    "state made sparse": lambda p, o: o.state[p].update(exp_avg=o.state[p]["exp_avg"].to_sparse()),
+    "state no tensor": lambda p, o: o.state[p].update(exp_avg=5),
+    "count given other memory": lambda p, o: setattr(o.state[p]["step"], "data", torch.tensor(100.0)),
+    "gradient negated lazily": lambda p, o: setattr(p, "grad", torch._neg_view(p.grad)),
+    "learning rate made a tensor": lambda p, o: set_options(lr=torch.tensor(0.1))(p, o),
+    "parameters made a tuple": lambda p, o: set_options(params=(p,))(p, o),
+    "parameters made a dict": lambda p, o: set_options(params={p: None})(p, o),
+    "parameters made a set": lambda p, o: set_options(params={p})(p, o),
+}
+
+
+def trained(cls, mutation, kept, **options):
+    """A parameter after five steps with a mutation before the third, or the type of what was raised."""
+    torch.manual_seed(1)
+    p = torch.nn.Parameter(torch.randn(6, 6))
+    optimizer = cls([p], lr=0.1, **options)
+    p.grad = torch.randn(6, 6)
+    try:
+        for i in range(5):
+            if i == 2:
+                MUTATIONS[mutation](p, optimizer)
+            elif not kept:
+                p.grad = p.grad.clone()
+            optimizer.step()
+            if isinstance(optimizer.param_groups[0]["lr"], torch.Tensor):
+                optimizer.param_groups[0]["lr"].mul_(0.5)
+    except Exception as error:
+        return type(error)
+    return p.detach()
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled look", "python look"])
+@pytest.mark.parametrize("kept", [True, False], ids=["gradient kept", "gradient new"])
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_whatever_is_done_between_steps_we_do_as_torch_does(mutation, kept, compiled, engine, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr("fusedstep._scan.API", None)
+    ours = trained(fusedstep.Adam, mutation, kept, engine=engine)
+    theirs = trained(torch.optim.Adam, mutation, kept)
+    if isinstance(theirs, type):
+        assert isinstance(ours, type), f"torch raises {theirs}"
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_after_an_exception_the_next_step_starts_over(engine):
+    a, b = (torch.nn.Parameter(torch.zeros(1000)) for _ in range(2))
+    optimizer = fusedstep.SGD([a, b], lr=0.1, momentum=0.9, engine=engine)
+    a.grad, b.grad = torch.ones(1000), torch.ones(1000)
+    optimizer.step()
+    kept = optimizer.state[b]["momentum_buffer"]
+    a.grad, optimizer.state[b]["momentum_buffer"] = torch.full((1000,), 100.0), 5
+    with pytest.raises((AttributeError, TypeError, RuntimeError)):
+        optimizer.step()
+    optimizer.state[b]["momentum_buffer"] = kept
+    optimizer.step()
+    torch.testing.assert_close(a.detach(), torch.full((1000,), -0.1 - 0.1 * (0.9 + 100)))
+
+
+def test_momentum_may_be_turned_off(engine):
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = fusedstep.SGD([p], lr=0.1, momentum=0.9, engine=engine)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), -0.2))
+
+
+def test_the_first_step_may_happen_in_inference_mode(engine):
+    p = torch.nn.Parameter(torch.zeros(3))
+    p.grad = torch.ones(3)
+    optimizer = fusedstep.AdamW([p], engine=engine)
+    with torch.inference_mode():
+        optimizer.step()
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 2

@@ -164,6 +164,36 @@ def test_zero_redundancy_optimizer_wraps_ours():
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.usefixtures("process_group")
+@cases
+def test_sharded_parameters_step_through_the_torch_engine(case):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    plain = torch.nn.Parameter(torch.randn(4, 3))
+    p = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+    a, b = case.ours([p], **case.options), case.ours([plain], engine="torch", **case.options)
+    for _ in range(3):
+        plain.grad = torch.randn(4, 3)
+        p.grad = distribute_tensor(plain.grad, mesh, [Shard(0)])
+        a.step()
+        b.step()
+    torch.testing.assert_close(p.full_tensor(), plain)
+
+
+@cases
+def test_fake_tensors_step_without_computing(case):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        model = torch.nn.Linear(4, 4)
+        optimizer = case.ours(model.parameters(), **case.options)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.step()
+
+
 def test_a_trainer_that_subclasses_dynamically_and_passes_a_closure_gets_its_value():
     # as Lightning does
     p = torch.nn.Parameter(torch.ones(3))

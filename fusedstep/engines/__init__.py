@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,11 +37,12 @@ _DTYPES = {
 }
 
 
-def choose(p: Tensor, g: Tensor, requested: str | None) -> ModuleType:
-    """The engine for a parameter: the one asked for, or the best one for its device."""
+def choose(roles: Sequence[Tensor], requested: str | None) -> ModuleType:
+    """The engine for a parameter, its gradient and states: the one asked for, or the best for its device."""
+    p = roles[0]
     name = requested or _DEFAULT.get(p.device.type, "torch")
     engine, problem = _load(name, p.device.type)
-    odd = next((t for t in (p, g) if not _is_plain(t)), None)
+    odd = next((t for t in roles if not _is_plain(t)), None)
     if problem is None and engine.BY_ADDRESS and odd is not None:
         if requested is None:
             return _load("torch", p.device.type)[0]

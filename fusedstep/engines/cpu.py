@@ -30,6 +30,7 @@ from numba.core import types as nb
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from .._cache import kept_on_disk
 from .._rules import bind
 from . import GROUP, LIVE, NUMEL, POINTERS, _vector
 from ._vector import LANES
@@ -135,21 +136,8 @@ def _update(job):
 def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
     """`kernel` with `names` bound, called by a name for all that its code depends on: its place on disk."""
     bound = types.FunctionType(kernel.__code__, {**globals(), **names}, kernel.__name__)
-    bound.__qualname__, bound.__module__ = f"{kernel.__name__}_{key}_{_storage_version()}", __name__
+    bound.__qualname__, bound.__module__ = f"{kernel.__name__}_{key}", __name__
     return bound
-
-
-@functools.cache
-def _storage_version() -> str:
-    """Of what kernels inline from `_vector`: Numba itself looks only at the file a kernel is in."""
-    return hashlib.sha1(Path(_vector.__file__).read_bytes()).hexdigest()[:12]
-
-
-def _kept_on_disk(compile: Callable[..., Any]) -> Any:
-    try:
-        return compile(cache=True)
-    except (RuntimeError, OSError):  # nowhere to write: for this process alone
-        return compile(cache=False)
 
 
 def _fingerprint(function: Callable) -> str:
@@ -166,7 +154,7 @@ def _prepare_kernel(rule: Callable, steps_dtype: np.dtype) -> Callable:
     bound = _bound(_prepare, names, f"{rule.__name__}_{_fingerprint(rule)}")
     table = nb.float64[:, ::1]
     signature = nb.void(nb.int64[:, ::1], numba.from_dtype(steps_dtype)[::1], table, table, nb.float64)
-    return _kept_on_disk(lambda cache: _njit(signature, cache=cache)(bound))
+    return kept_on_disk(bound, lambda f, cache: _njit(signature, cache=cache)(f))
 
 
 @functools.cache
@@ -185,7 +173,7 @@ def _update_kernel(rule: Callable, scalars: int, dtypes: tuple[torch.dtype, ...]
     stored = "_".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     bound = _bound(_update, names, f"{rule.__name__}_{stored}_{_fingerprint(rule)}")
     signature = nb.void(nb.CPointer(nb.int64))
-    return _kept_on_disk(lambda cache: numba.cfunc(signature, cache=cache, error_model="numpy")(bound))
+    return kept_on_disk(bound, lambda f, cache: numba.cfunc(signature, cache=cache, error_model="numpy")(f))
 
 
 def compile(table) -> None:

@@ -266,7 +266,7 @@ class _Launch:
         """The compiled kernel for these, not yet launched."""
         if _INTERPRET:
             return None
-        key = tuple(t is None for t in optional)
+        key = tuple(t if t is None else t.dtype for t in optional)
         if key not in self._compiled:
             args = (*self._tables, *optional, *self._constants)
             compiled = self._kernel.warmup(*args, grid=self._grid, **self._options)
