@@ -79,37 +79,34 @@ def _item(api, mapping, key):
     return found
 
 
-@_inline
-def _read(api, tensor, words):
-    """What kind of tensor this is; only as many sizes and strides as it has dimensions mean anything."""
-    impl = _word(tensor + api[IMPL])
-    shape = impl + api[SHAPE]
-    dims = _word(shape)
-    words[0] = dims
-    for d in range(min(dims, MOST_DIMS)):
-        words[1 + d] = _word(shape + 8 * (1 + d))
-        words[1 + MOST_DIMS + d] = _word(shape + 8 * (1 + MOST_DIMS + d))
-    words[1 + 2 * MOST_DIMS] = _word(shape + _KIND) & _KIND_BYTES
-    words[2 + 2 * MOST_DIMS] = _word(impl + api[KEYS])
-
-
 @_compiled
 def read_tensors(api, tensors):
+    """What kind of tensor each is; only as many sizes and strides as it has dimensions mean anything."""
     words = np.zeros((tensors.shape[0], tensors.shape[1], WORDS), np.int64)
     for i in range(tensors.shape[0]):
         for k in range(tensors.shape[1]):
-            _read(api, tensors[i, k], words[i, k])
+            impl = _word(tensors[i, k] + api[IMPL])
+            shape = impl + api[SHAPE]
+            words[i, k, 0] = _word(shape)
+            for d in range(min(words[i, k, 0], MOST_DIMS)):
+                words[i, k, 1 + d] = _word(shape + 8 * (1 + d))
+                words[i, k, 1 + MOST_DIMS + d] = _word(shape + 8 * (1 + MOST_DIMS + d))
+            words[i, k, 1 + 2 * MOST_DIMS] = _word(shape + _KIND) & _KIND_BYTES
+            words[i, k, 2 + 2 * MOST_DIMS] = _word(impl + api[KEYS])
     return words
 
 
 @_inline
-def _is_still(api, tensor, words, scratch):
+def _is_still(api, tensor, words, i, k):
     """Whether a tensor is of the recorded kind; then it has memory, and an address to ask for."""
-    scratch[:] = words
-    _read(api, tensor, scratch)
-    different = 0
-    for k in range(WORDS):
-        different |= scratch[k] ^ words[k]
+    impl = _word(tensor + api[IMPL])
+    shape = impl + api[SHAPE]
+    different = _word(shape) ^ words[i, k, 0]
+    different |= (_word(shape + _KIND) & _KIND_BYTES) ^ words[i, k, 1 + 2 * MOST_DIMS]
+    different |= _word(impl + api[KEYS]) ^ words[i, k, 2 + 2 * MOST_DIMS]
+    for d in range(words[i, k, 0]):
+        different |= _word(shape + 8 * (1 + d)) ^ words[i, k, 1 + d]
+        different |= _word(shape + 8 * (1 + MOST_DIMS + d)) ^ words[i, k, 1 + MOST_DIMS + d]
     return different == 0
 
 
@@ -128,10 +125,10 @@ def _any_grad(api, params):
 
 @_compiled
 def scan_entries(api, facts, tensors, names, counts, absent, addresses):
-    verdict, scratch = SAME, np.zeros(WORDS, np.int64)
+    verdict = SAME
     for i in range(len(facts)):
         param, state, count = facts[i, PARAM], facts[i, STATE], facts[i, COUNT]
-        if not _is_still(api, param, tensors[i, 0], scratch):
+        if not _is_still(api, param, tensors, i, 0):
             return UNSURE
         if _call(api[DATA_PTR], (param,)) != addresses[i, 0]:
             return UNSURE
@@ -140,7 +137,7 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
             _call(api[CLEAR], ())
             return UNSURE
         # a gradient that only its parameter owns may be gone with our reference: drop that last
-        if _word(grad + _TYPE) != api[TENSOR] or not _is_still(api, grad, tensors[i, 1], scratch):
+        if _word(grad + _TYPE) != api[TENSOR] or not _is_still(api, grad, tensors, i, 1):
             _call(api[DEC_REF], (grad,))
             return UNSURE
         address = _call(api[DATA_PTR], (grad,))
@@ -152,7 +149,7 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
             tensor = _item(api, state, names[k])
             if tensor == 0 or _word(tensor + _TYPE) != api[TENSOR]:
                 return UNSURE
-            if not _is_still(api, tensor, tensors[i, 2 + k], scratch):
+            if not _is_still(api, tensor, tensors, i, 2 + k):
                 return UNSURE
             if _call(api[DATA_PTR], (tensor,)) != addresses[i, 2 + k]:
                 return UNSURE
