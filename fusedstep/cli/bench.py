@@ -81,7 +81,12 @@ def environment(device: str) -> dict[str, str]:
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
     versions = {"torch": torch.__version__, "numpy": np.__version__, "fusedstep": fusedstep.__version__}
     threads = {} if device == "cuda" else {"threads": str(torch.get_num_threads())}
-    return {"device": name, **versions, **threads, "commit": git.stdout.strip() or "unknown"}
+    return {
+        "device": name,
+        **versions,
+        **threads,
+        "commit": git.stdout.strip() if git.returncode == 0 else "unknown",
+    }
 
 
 def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> dict[str, Any]:
