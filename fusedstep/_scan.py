@@ -48,8 +48,8 @@ def _words(address: int, count: int) -> list[int]:
 
 def _offsets() -> list[int] | None:
     """Where a Python tensor points to torch's, and where that has its shape and keys; None if unclear."""
-    t = torch.empty(3, 5, 7, 11, 13)
-    z = torch.empty(1, dtype=torch.complex64)
+    t = torch.empty(3, 5, 7, 11, 13, device="cpu")
+    z = torch.empty(1, dtype=torch.complex64, device="cpu")
     inside, tensor = _words(id(t), 6), _words(t._cdata, 25)
     plain, conjugate = _words(z._cdata, 25), _words(z.conj()._cdata, 25)
     shape = [5, *t.shape, *t.stride(), 0, t.numel()]

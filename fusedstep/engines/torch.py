@@ -36,10 +36,6 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
-def chunk(bucket) -> int:
-    raise NotImplementedError("the torch engine has no chunks")
-
-
 def compile(table) -> None:
     pass
 
