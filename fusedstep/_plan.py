@@ -50,8 +50,11 @@ class Bucket:
         self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
         self.compute_dtype = torch.float64 if torch.float64 in self.dtypes else torch.float32
         self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
-        self.rows_changed = False
+        # set by every survey: parameters with a gradient, entries that need a copy, the compiled look
+        self.params: list[Tensor] = []
+        self.staged: list[Entry] = []
         self._scan: Any = None
+        self.rows_changed = False
         # the engine's own: what it compiled and tabulated
         self.launch: Any = None
 
@@ -97,6 +100,7 @@ class Table:
 
     def __init__(self, engine: ModuleType, entries: list[Entry], hyper: np.ndarray) -> None:
         self.engine, self.device = engine, entries[0].param.device
+        # all rules of an optimizer share their scalars
         self.rule = entries[0].rule
         by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
         self.entries = [entries[i] for i in by_bucket]
