@@ -17,14 +17,14 @@ from ._layout import dense_strides, empty_like, laid_like, lies_like
 class Rule(NamedTuple):
     """An optimizer's mathematics: how scalars are prepared, how a value is updated, what it remembers.
 
-    `counts` says whether the step count is part of the saved state. Where it is not, the rule may ask
+    `saves_step` says whether the step count is part of the saved state. Where it is not, the rule may ask
     only whether this is the first step, and after loading a checkpoint it is not.
     """
 
     scalars: Callable
     update: Callable
     states: tuple[str, ...]
-    counts: bool = True
+    saves_step: bool = True
 
     @property
     def roles(self) -> int:
@@ -48,7 +48,7 @@ class Known(NamedTuple):
     """What an optimizer remembers: the states it saves, and step counts that are no part of them."""
 
     state: dict[Tensor, dict[str, Any]]
-    uncounted: dict[Tensor, Tensor]
+    unsaved_steps: dict[Tensor, Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,19 +72,23 @@ class Entry:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # all counts of the table
-    counts: Tensor = field(init=False)
+    # the table's counts, of which `step` is a view
+    all_steps: Tensor = field(init=False)
 
     @property
     def bucket(self) -> tuple:
         """Entries with equal keys can share a launch."""
-        staged = self.param_copy is not None or self.grad_copy is not None
-        return (self.rule.update.__name__, *map(str, self.dtypes), staged)
+        return (self.rule.update.__name__, *map(str, self.dtypes), self.staged)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the update works on copies."""
+        return self.param_copy is not None or self.grad_copy is not None
 
     def fits(self, grad: Tensor) -> bool:
         """Whether parameter, gradient and states are still stored as this entry was built for."""
         p, states = self.param, [self.state.get(name) for name in self.rule.states]
-        if self.rule.counts and (self.state.get("step") is not self.step or not self._counts_in_table()):
+        if self.rule.saves_step and (self.state.get("step") is not self.step or not self._step_is_a_view()):
             return False
         roles: tuple[Any, ...] = (p, grad, *states)
         if any(
@@ -97,16 +101,16 @@ class Entry:
         if not self.engine.BY_ADDRESS:
             return True
         return (
-            all(type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ for t in roles)
+            all(map(engines.is_plain, roles))
             and dense_strides(p) == self.strides
             and lies_like(p, self.strides) == (self.param_copy is None)
             and lies_like(grad, self.strides) == (self.grad_copy is None)
             and all(lies_like(t, self.strides) for t in roles[2:])
         )
 
-    def _counts_in_table(self) -> bool:
+    def _step_is_a_view(self) -> bool:
         """Whether `step` is still the view it was made as, and not given memory of its own."""
-        return self.step.untyped_storage()._cdata == self.counts.untyped_storage()._cdata
+        return self.step.untyped_storage()._cdata == self.all_steps.untyped_storage()._cdata
 
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""
@@ -116,10 +120,10 @@ class Entry:
 
     def commit(self, known: Known) -> None:
         """Make what was prepared part of what the optimizer remembers."""
-        if self.rule.counts:
+        if self.rule.saves_step:
             self.state["step"] = self.step
         else:
-            known.uncounted[self.param] = self.step
+            known.unsaved_steps[self.param] = self.step
         self.state.update(self.fresh)
         self.fresh = {}
         if self.state:
@@ -148,7 +152,7 @@ def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settin
     g: Any = p.grad
     state = known.state.get(p, {})
     _check(p, g, settings.owner)
-    if rule.counts and state and "step" not in state and not any(name in state for name in rule.states):
+    if rule.saves_step and state and not any(name in state for name in rule.states):
         raise RuntimeError(
             f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {rule.states}: "
             "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
@@ -156,12 +160,12 @@ def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settin
     old = [state[name] for name in rule.states if isinstance(state.get(name), Tensor)]
     engine = engines.choose((p, g, *old), settings.engine)
     strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
-    stepped = state.get("step", 0.0) if rule.counts else known.uncounted.get(p, 1.0)
+    stepped = state.get("step", 0.0) if rule.saves_step else known.unsaved_steps.get(p, 1.0)
     states, fresh = [], {}
     for name in rule.states:
         found = state.get(name)
         if found is None:
-            stepped = stepped if rule.counts else 0.0
+            stepped = stepped if rule.saves_step else 0.0
             tensor = _new_state(p, strides, settings.state_dtype, engine)
         else:
             tensor = _adopted(found, p, strides, name, engine)
@@ -206,11 +210,17 @@ def _check(p: Tensor, g: Tensor, owner: str) -> None:
         raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
 
 
-def _new_state(p: Tensor, strides: tuple, dtype: torch.dtype | None, engine: ModuleType) -> Tensor:
-    if dtype is None:
-        dtype = p.dtype
-    elif p.is_complex():
-        dtype = dtype.to_complex()
+def state_dtype_for(p: Tensor, chosen: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter's states: the chosen one, or its own."""
+    if chosen is None or not p.is_complex():
+        return p.dtype if chosen is None else chosen
+    if chosen == torch.bfloat16:
+        raise ValueError("there is no complex bfloat16; use state_dtype=torch.float32 for complex parameters")
+    return chosen.to_complex()
+
+
+def _new_state(p: Tensor, strides: tuple, chosen: torch.dtype | None, engine: ModuleType) -> Tensor:
+    dtype = state_dtype_for(p, chosen)
     if not engine.BY_ADDRESS:
         return torch.zeros_like(p, dtype=dtype, requires_grad=False)
     return empty_like(p, strides, dtype).zero_()

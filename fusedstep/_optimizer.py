@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_h
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from . import engines
-from ._entry import Rule, Settings
+from ._entry import Rule, Settings, state_dtype_for
 from ._plan import Amp, Plan
 
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -53,7 +53,7 @@ class Optimizer(torch.optim.Optimizer):
         # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
         self._step_supports_amp_scaling = True
         # step counts of rules that do not save them
-        self.uncounted: dict[Tensor, Tensor] = {}
+        self.unsaved_steps: dict[Tensor, Tensor] = {}
         self._plan: Plan | None = None
         super().__init__(params, defaults)
 
@@ -103,6 +103,14 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             _check_flags(group)
+            # flags came later than the class and may be missing, numbers may not
+            numbers = [name for name in self.options if not isinstance(self.defaults[name], bool)]
+            missing = [name for name in numbers if name not in group]
+            if missing:
+                raise ValueError(
+                    f"the checkpoint has no {', '.join(missing)} for a group of {type(self).__name__}: "
+                    "it seems to come from another optimizer; load a checkpoint of this one"
+                )
         # torch's loader would cast every state to the parameter's dtype: hand it boxes, after the user's hooks
         handle = self.register_load_state_dict_pre_hook(_boxed)
         try:
@@ -111,13 +119,13 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ("state_dtype", "engine", "uncounted", "_step_supports_amp_scaling")
+        ours = ("state_dtype", "engine", "unsaved_steps", "_step_supports_amp_scaling")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan = None
-        self.uncounted = state.get("uncounted", {})
+        self.unsaved_steps = state.get("unsaved_steps", {})
         # a checkpoint that lacks an option was saved before it existed, when all did as its default does
         constructors = [vars(cls)["__init__"] for cls in type(self).__mro__ if "__init__" in vars(cls)]
         signatures = reversed([*map(inspect.signature, constructors)])
@@ -132,15 +140,15 @@ class Optimizer(torch.optim.Optimizer):
                     if isinstance(value, _Box) or name == "step":
                         values[name] = self._loaded(p, name, value)
 
-    def _loaded(self, p: Tensor, name: str, value: Any) -> Tensor:
+    def _loaded(self, p: Any, name: str, value: Any) -> Any:
         """A state from a checkpoint, on the parameter's device and in the dtype this optimizer keeps."""
         value = value.tensor if isinstance(value, _Box) else value
+        if not isinstance(p, Tensor):  # a state that belongs to no parameter is kept as it is
+            return value
         if name == "step":
             # a copy: the dict may be another optimizer's, still counting
             return torch.as_tensor(value, dtype=_get_scalar_dtype()).detach().clone()
-        dtype = p.dtype if self.state_dtype is None else self.state_dtype
-        if p.is_complex():
-            dtype = dtype.to_complex()
+        dtype = state_dtype_for(p, self.state_dtype)
         return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)
 
 

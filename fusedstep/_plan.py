@@ -25,7 +25,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 from . import _scan
 from ._entry import Entry, Known, make_entry
 from ._layout import numel
-from .engines import FULL, GROUP, LIVE, NUMEL, POINTERS
+from .engines import FULL, GROUP, LIVE, NUMEL, POINTERS, compute_dtype
 
 _params = itemgetter("params")
 
@@ -48,7 +48,7 @@ class Bucket:
     def __init__(self, entries: list[Entry], rows: np.ndarray, engine: ModuleType) -> None:
         self.entries, self.rows, self.engine = entries, rows, engine
         self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
-        self.compute_dtype = torch.float64 if torch.float64 in self.dtypes else torch.float32
+        self.compute_dtype = compute_dtype(self.dtypes)
         self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
         # set by every survey: parameters with a gradient, entries that need a copy, the compiled look
         self.params: list[Tensor] = []
@@ -67,13 +67,13 @@ class Bucket:
         self.rows[:, LIVE] = [g is not None for g in grads]
         self.params = [entry.param for entry in live]
         absent = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
-        self.staged = [e for e in live if e.param_copy is not None or e.grad_copy is not None]
+        self.staged = [entry for entry in live if entry.staged]
         self._scan = None
         if self.engine.BY_ADDRESS:
             self._live = np.flatnonzero(self.rows[:, LIVE]) if absent else slice(None)
             self.rows[:, NUMEL] = np.where(self.rows[:, LIVE], self.numels, 0)
             self.rows[:, FULL] = 0
-            self._full = self.numels[self._live] // self.engine.chunk(self) * self.engine.chunk(self)
+            self._full = self.numels[self._live] // self.engine.CHUNK * self.engine.CHUNK
             addresses = np.array([entry.addresses() for entry in live], np.int64)
             self._write_addresses(addresses.reshape(len(live), self.rule.roles))
             if _scan.API is not None and live and not self.staged and _scan.Entries.can_read(live):
@@ -130,7 +130,7 @@ class Table:
         steps = steps.to(self.device)
         # select, not unbind: a view that may itself be written in place
         for i, (entry, count) in enumerate(zip(self.entries, counts, strict=True)):
-            entry.step, entry.counts = steps[i], steps
+            entry.step, entry.all_steps = steps[i], steps
             if isinstance(count, Tensor):
                 entry.step.copy_(count.reshape(()), non_blocking=True)
         return steps
@@ -165,8 +165,19 @@ def _upload(host: np.ndarray, device: Tensor) -> None:
         device.copy_(source, non_blocking=True)
 
 
-def _flat(values: Iterable[Any]) -> Iterable[Any]:
-    return chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in values)
+def _numbers(option: Any, group: int) -> Iterable[float | Tensor]:
+    """The numbers in a group's option: one, or a pair; a tensor on a device stays a tensor."""
+    pair = isinstance(option, (tuple, list)) and len(option) == 2
+    for value in option if pair else (option,):
+        try:
+            if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu":
+                yield value.detach().reshape(())
+            else:
+                # plus 0: a string is no number, though float() would read it
+                yield float(value.detach() if isinstance(value, Tensor) else value + 0)
+        except (TypeError, ValueError, RuntimeError) as error:
+            message = f"group {group} has the option {option!r}; use a number or a one-element tensor"
+            raise TypeError(message) from error
 
 
 class Plan:
@@ -174,17 +185,17 @@ class Plan:
 
     @torch.no_grad()
     def __init__(self, optimizer: Any) -> None:
-        groups, known = optimizer.param_groups, Known(optimizer.state, optimizer.uncounted)
+        groups, known = optimizer.param_groups, Known(optimizer.state, optimizer.unsaved_steps)
         self._members = [[*members] for members in map(_params, groups)]
-        self._params = [*chain.from_iterable(self._members)]
-        if len(set(map(id, self._params))) != len(self._params):
+        params = [*chain.from_iterable(self._members)]
+        if len(set(map(id, params))) != len(params):
             raise ValueError(
                 f"{optimizer.settings.owner} was given a parameter twice and would update it twice at once; "
                 "pass every parameter once, for example list(dict.fromkeys(params))"
             )
         self._rules = [*map(optimizer.rule, groups)]
-        for gone in optimizer.uncounted.keys() - set(self._params):
-            del optimizer.uncounted[gone]
+        for gone in optimizer.unsaved_steps.keys() - set(params):
+            del optimizer.unsaved_steps[gone]
         self._inputs = len(optimizer.options)
         self._read_options([*map(optimizer.options_of, groups)])
 
@@ -200,9 +211,9 @@ class Plan:
         self.tables = [Table(engine, entries, self._hyper) for (engine, _), entries in tables.items()]
 
         # everything is allocated and compiled
+        for entry in chain.from_iterable(table.entries for table in self.tables):
+            entry.commit(known)
         for table in self.tables:
-            for entry in table.entries:
-                entry.commit(known)
             if not all(bucket.survey() for bucket in table.buckets):
                 raise RuntimeError(
                     "a parameter changed while its step was prepared; is another thread at work?"
@@ -235,11 +246,9 @@ class Plan:
     def _holds(self, optimizer: Any) -> bool:
         """Whether the optimizer has the parameters and states it had, looked at in Python."""
         members, state = [*map(_params, optimizer.param_groups)], optimizer.state
-        params = [*chain.from_iterable(members)]
         return (
-            len(params) == len(self._params)
-            and all(map(is_, params, self._params))
-            and [*map(len, members)] == [*map(len, self._members)]
+            [*map(len, members)] == [*map(len, self._members)]
+            and all(map(is_, chain.from_iterable(members), chain.from_iterable(self._members)))
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
             and all(p.grad is None for p in self._pending)
@@ -265,25 +274,20 @@ class Plan:
         hyper = []
         for i, (maximize, *values) in enumerate(options):
             row = [-1.0 if maximize else 1.0]
-            for value in _flat(values[: self._inputs]):
-                if isinstance(value, Tensor) and value.device.type != "cpu":
+            for value in chain.from_iterable(_numbers(v, i) for v in values[: self._inputs]):
+                if isinstance(value, Tensor):
                     self._cells.append((i, len(row), value))
-                    value = 0.0
-                if isinstance(value, str):
-                    raise TypeError(
-                        f"group {i} has {value!r} as an option; use a number or a one-element tensor"
-                    )
-                row.append(float(value.detach() if isinstance(value, Tensor) else value))
-            hyper.append(row)
+                row.append(0.0 if isinstance(value, Tensor) else value)
             if len(row) != self._rules[i].scalars.__code__.co_argcount:
                 raise ValueError(f"group {i} has too many or too few numbers in its options: {values}")
+            hyper.append(row)
         self._hyper = np.array(hyper, np.float64)
 
     def _copy_cells(self) -> None:
         """Hyper-parameters that live on a device stay there."""
         for table in self.tables:
             for row, column, value in self._cells:
-                table.hyper[row, column].copy_(value.detach().reshape(()), non_blocking=True)
+                table.hyper[row, column].copy_(value, non_blocking=True)
 
     def step(self, amp: Amp) -> None:
         for table in self.tables:

@@ -7,8 +7,7 @@ device function, the Numba engine inlines it into a loop, the torch engine calls
 
 A rule may use operators, comparison, other functions of this file, and the vocabulary below, which
 every engine binds to its own functions. `fma` and `div` are spelled out so that every engine and every
-compiler version rounds alike. A literal number would make some engines compute in double precision:
-what is constant over a tensor is a scalar, prepared in `_scalars`.
+compiler version rounds alike. What is constant over a tensor is a scalar, prepared in `_scalars`.
 
 The gradient arrives unscaled and with its sign already turned for `maximize`.
 """
@@ -41,9 +40,6 @@ def where(condition, a, b):
 def maximum(a, b):
     """The larger one; NaN if either is."""
     return a if a > b or a != a else b
-
-
-VOCABULARY = {"fma": fma, "div": div, "where": where, "maximum": maximum, "sqrt": sqrt}
 
 
 # the rules

@@ -120,7 +120,7 @@ class Entries:
         from ._scan_kernels import read_tensors
 
         params, states = [e.param for e in entries], [e.state for e in entries]
-        counts = [e.step if e.rule.counts else None for e in entries]
+        counts = [e.step if e.rule.saves_step else None for e in entries]
         self._kept = params, states, counts, names, absent
         columns: tuple[list, ...] = params, states, counts
         self._facts = np.stack([*map(_ids, columns)], 1)

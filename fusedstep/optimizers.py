@@ -24,8 +24,8 @@ from . import _rules, _scalars
 from ._entry import Rule
 from ._optimizer import Optimizer
 
-_SGD = Rule(_scalars.sgd, _rules.sgd, (), counts=False)
-_MOMENTUM = Rule(_scalars.sgd, _rules.momentum, ("momentum_buffer",), counts=False)
+_SGD = Rule(_scalars.sgd, _rules.sgd, (), saves_step=False)
+_MOMENTUM = Rule(_scalars.sgd, _rules.momentum, ("momentum_buffer",), saves_step=False)
 _ADAM = Rule(_scalars.adam, _rules.adam, ("exp_avg", "exp_avg_sq"))
 _AMSGRAD = Rule(_scalars.adam, _rules.amsgrad, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 

@@ -1,5 +1,6 @@
 """Without a GPU the triton engine runs in Triton's interpreter, on CPU tensors: the same kernels."""
 
+import importlib.util
 import os
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON and not HAS_GPU:
     # before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -34,6 +36,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(params=["torch", "cpu", "triton"])
 def engine(request):
+    if request.param == "triton" and not HAS_TRITON:
+        pytest.skip("there is no Triton for this platform")
     if request.param == "triton" and HAS_GPU:
         pytest.skip("compiled, the triton engine takes no CPU tensors; the gpu tests run it")
     return request.param

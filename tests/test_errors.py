@@ -117,7 +117,15 @@ def test_a_checkpoint_of_another_optimizer_or_model_is_refused(engine):
     adam = fusedstep.Adam([p], engine=engine)
     adam.step()
     saved = adam.state_dict()
+    for cls, found in ((fusedstep.SGD, saved), (fusedstep.Adam, sgd.state_dict())):
+        with pytest.raises(ValueError, match=r"no (momentum|betas).*another optimizer"):
+            cls([p], engine=engine).load_state_dict(found)
     adam.load_state_dict({"state": sgd.state_dict()["state"], "param_groups": saved["param_groups"]})
+    with pytest.raises(RuntimeError, match="another optimizer"):
+        adam.step()
+    rmsprop = torch.optim.RMSprop([p])
+    rmsprop.step()
+    adam.load_state_dict({"state": rmsprop.state_dict()["state"], "param_groups": saved["param_groups"]})
     with pytest.raises(RuntimeError, match="another optimizer"):
         adam.step()
     other = torch.nn.Parameter(torch.randn(2, 2))
@@ -147,3 +155,37 @@ def test_settings_that_do_not_exist_are_listed():
         fusedstep.SGD([p], engine="cuda")
     with pytest.raises(ValueError, match=r"Invalid state_dtype: torch.int8.*float32"):
         fusedstep.AdamW([p], state_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("lr", [None, "0.1", [0.1], (0.1, 0.2), torch.tensor([0.1, 0.2])], ids=str)
+def test_an_option_that_is_no_number_stops_the_step_before_it_starts(lr, engine):
+    p = torch.nn.Parameter(torch.randn(4))
+    p.grad = torch.randn(4)
+    optimizer = fusedstep.AdamW([p], engine=engine)
+    optimizer.step()
+    before, optimizer.param_groups[0]["lr"] = p.detach().clone(), lr
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match="group 0 has"):
+            optimizer.step()
+    assert torch.equal(p, before)
+    assert optimizer.state[p]["step"] == 1
+
+
+def test_a_state_that_belongs_to_no_parameter_is_loaded_as_it_is():
+    p = torch.nn.Parameter(torch.randn(4))
+    p.grad = torch.randn(4)
+    optimizer = fusedstep.AdamW([p])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"]["mine"] = {"step": 7, "exp_avg": torch.ones(2)}
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.state["mine"]["step"] == 7
+    assert torch.equal(optimizer.state["mine"]["exp_avg"], torch.ones(2))
+
+
+def test_complex_parameters_refuse_a_state_dtype_they_cannot_have(engine):
+    p = torch.nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    p.grad = torch.randn(4, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="no complex bfloat16"):
+        fusedstep.AdamW([p], engine=engine, state_dtype=torch.bfloat16).step()

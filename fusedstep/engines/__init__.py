@@ -2,7 +2,7 @@
 
 BY_ADDRESS             whether it works on addresses (dense, plain tensors) or on tensors
 unavailable(device)    why it cannot run on this type of device; None if it can
-chunk(bucket)          elements that one unit of its work covers
+CHUNK                  if so, how many elements one unit of its work covers
 compile(table)         make ready to launch; may raise, nothing has been written yet
 step(table, amp)       one update of every live row, in place
 """
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, float32, float64
 
 NAMES = ("torch", "cpu", "triton")
 
@@ -42,7 +43,7 @@ def choose(roles: Sequence[Tensor], requested: str | None) -> ModuleType:
     p = roles[0]
     name = requested or _DEFAULT.get(p.device.type, "torch")
     engine, problem = _load(name, p.device.type)
-    odd = next((t for t in roles if not _is_plain(t)), None)
+    odd = next((t for t in roles if not is_plain(t)), None)
     if problem is None and engine.BY_ADDRESS and odd is not None:
         if requested is None:
             return _load("torch", p.device.type)[0]
@@ -73,6 +74,23 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _is_plain(t: Tensor) -> bool:
+def is_plain(t: Tensor) -> bool:
     """A tensor whose memory is what it seems: no wrapper (DTensor, FakeTensor, quantized), a dtype we load."""
     return t.dtype in _DTYPES and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def compute_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """What an update with roles of these dtypes is computed in."""
+    # not torch.float64: once imported, our engine has the name `torch` in this package
+    return float64 if float64 in dtypes else float32
+
+
+def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tensors cut into chunks of `size` elements: of every chunk its tensor, and its number within that.
+
+    >>> [x.tolist() for x in chunks(np.array([5, 0, 2]), 2)]
+    [[0, 0, 0, 2], [0, 1, 2, 0]]
+    """
+    counts = -(-numels // size)
+    tensors = np.repeat(np.arange(len(counts)), counts)
+    return tensors, np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
 import os
 import types
@@ -32,20 +31,16 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from .._cache import kept_on_disk
 from .._rules import bind
-from . import GROUP, LIVE, NUMEL, POINTERS, _vector
+from . import GROUP, LIVE, NUMEL, POINTERS, _vector, chunks, compute_dtype
 from ._vector import LANES
 
 BY_ADDRESS = True
 # elements: a chunk fits the caches, a range is worth a turn of a thread
-_CHUNK, _RANGE = 1 << 16, 1 << 19
+CHUNK, _RANGE = 1 << 16, 1 << 19
 
 
 def unavailable(device_type: str) -> str | None:
     return None if device_type == "cpu" else "the cpu engine takes parameters on the CPU"
-
-
-def chunk(bucket) -> int:
-    return _CHUNK
 
 
 _njit = functools.partial(numba.njit, error_model="numpy", nogil=True)
@@ -78,7 +73,7 @@ def _take(typing_context, counter):
     )
 
 
-# the two kernels; these names are bound anew for each rule and signature by `_specialised`
+# the two kernels; these names are bound anew for each rule and signature by `_bound`
 prepare: Any = None
 update: Any = None
 load: Any = None
@@ -109,7 +104,7 @@ def _update(job):
     """Take range after range and update the elements of its chunks, until none is left."""
     j = carray(job, 8)
     cuts = carray(_pointer(j[_CUTS], np.int64), j[_RANGES] + 1)
-    chunks = carray(_pointer(j[_CHUNKS], np.int64), (cuts[j[_RANGES]], 2))
+    places = carray(_pointer(j[_CHUNKS], np.int64), (cuts[j[_RANGES]], 2))
     rows = carray(_pointer(j[_ROWS], np.int64), (1 << 62, j[_WIDTH]))
     scalars = carray(_pointer(j[_SCALARS], np.float64), (1 << 62, j[_COLUMNS]))
     while True:
@@ -117,8 +112,8 @@ def _update(job):
         if r >= j[_RANGES]:
             break
         for c in range(cuts[r], cuts[r + 1]):
-            t, begin = chunks[c]
-            end = min(begin + _CHUNK, rows[t, NUMEL])
+            t, begin = places[c]
+            end = min(begin + CHUNK, rows[t, NUMEL])
             roles = to_fixed_tuple(rows[t, POINTERS:], ROLES)
             targets = roles[:1] + roles[2:]
             s = fill(to_fixed_tuple(scalars[t], SCALARS))
@@ -140,18 +135,10 @@ def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
     return bound
 
 
-def _fingerprint(function: Callable) -> str:
-    """The byte code of a rule and of whatever it calls."""
-    called = (function.__globals__.get(name) for name in function.__code__.co_names)
-    code = [function.__code__.co_code.hex(), repr(function.__code__.co_consts)]
-    code += [_fingerprint(f) for f in called if isinstance(f, types.FunctionType)]
-    return hashlib.sha1("".join(code).encode()).hexdigest()[:12]
-
-
 @functools.cache
 def _prepare_kernel(rule: Callable, steps_dtype: np.dtype) -> Callable:
     names = {"prepare": bind(rule, _NUMBERS, _inline), "OPTIONS": rule.__code__.co_argcount - 1}
-    bound = _bound(_prepare, names, f"{rule.__name__}_{_fingerprint(rule)}")
+    bound = _bound(_prepare, names, rule.__name__)
     table = nb.float64[:, ::1]
     signature = nb.void(nb.int64[:, ::1], numba.from_dtype(steps_dtype)[::1], table, table, nb.float64)
     return kept_on_disk(bound, lambda f, cache: _njit(signature, cache=cache)(f))
@@ -159,7 +146,7 @@ def _prepare_kernel(rule: Callable, steps_dtype: np.dtype) -> Callable:
 
 @functools.cache
 def _update_kernel(rule: Callable, scalars: int, dtypes: tuple[torch.dtype, ...]) -> Any:
-    compute = _vector.FLOATS[torch.float64 if torch.float64 in dtypes else torch.float32]
+    compute = _vector.FLOATS[compute_dtype(dtypes)]
     names = {
         "update": bind(rule, _VECTORS, _inline),
         "load": _vector.loader(dtypes, compute, masked=False),
@@ -171,7 +158,7 @@ def _update_kernel(rule: Callable, scalars: int, dtypes: tuple[torch.dtype, ...]
         "SCALARS": 1 + scalars,
     }
     stored = "_".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    bound = _bound(_update, names, f"{rule.__name__}_{stored}_{_fingerprint(rule)}")
+    bound = _bound(_update, names, f"{rule.__name__}_{stored}")
     signature = nb.void(nb.CPointer(nb.int64))
     return kept_on_disk(bound, lambda f, cache: numba.cfunc(signature, cache=cache, error_model="numpy")(f))
 
@@ -181,22 +168,21 @@ def compile(table) -> None:
     rows, scalars = table.host_rows, table.scalars.numpy()
     for bucket in table.buckets:
         kernel = _update_kernel(bucket.rule.update, bucket.rule.scalar_count, bucket.dtypes)
-        chunks, cuts = _chunks(bucket.numels)
-        chunks[:, 0] += first
+        places, cuts = _ranges(bucket.numels)
+        places[:, 0] += first
         first += len(bucket.numels)
-        job = [0, len(cuts) - 1, cuts.ctypes.data, chunks.ctypes.data]
+        job = [0, len(cuts) - 1, cuts.ctypes.data, places.ctypes.data]
         job += [rows.ctypes.data, rows.shape[1], scalars.ctypes.data, scalars.shape[1]]
         # the tables are named here so that they live as long as the job that points to them
-        bucket.launch = kernel, np.array(job, np.int64), (cuts, chunks)
+        bucket.launch = kernel, np.array(job, np.int64), (cuts, places)
     _prepare_kernel(table.rule.scalars, table.steps.numpy().dtype)
 
 
-def _chunks(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ranges(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(tensor, first element) of every chunk, and where to cut that list into ranges of about equal work."""
-    counts = -(-numels // _CHUNK)
-    tensors = np.repeat(np.arange(len(counts)), counts)
-    starts = (np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)) * _CHUNK
-    sizes = np.minimum(numels[tensors] - starts, _CHUNK)
+    tensors, within = chunks(numels, CHUNK)
+    starts = within * CHUNK
+    sizes = np.minimum(numels[tensors] - starts, CHUNK)
     ends = np.flatnonzero(np.diff(np.cumsum(sizes) // _RANGE, append=-1)) + 1
     return np.stack((tensors, starts), 1).astype(np.int64), np.array([0, *ends], np.int64)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._rules import bind
+from . import compute_dtype
 
 BY_ADDRESS = False
 
@@ -58,7 +59,7 @@ def step(table, amp) -> None:
 
 
 def _update(entry, scalars: list[float] | Tensor, found_inf: Tensor | None) -> None:
-    dtype = torch.float64 if torch.float64 in entry.dtypes else torch.float32
+    dtype = compute_dtype(entry.dtypes)
     scale, *rest = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
     targets = [_real(t) for t in (entry.param, *(entry.state[name] for name in entry.rule.states))]
     p, *states = (t.to(dtype) for t in targets)

@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 
 from .._rules import bind
-from . import FULL, GROUP, LIVE, NUMEL, POINTERS
+from . import FULL, GROUP, LIVE, NUMEL, POINTERS, chunks
 
 BY_ADDRESS = True
 # read once: every look at a knob of Triton's is a look at the environment
 _INTERPRET = triton.knobs.runtime.interpret
 # 97-99 % of the copy bandwidth of an H200 for every mix of dtypes
 _BLOCK, _TILES, _WARPS = 256, 4, 2
+CHUNK = _BLOCK * _TILES
 # tensors for which one program prepares scalars
 _ROWS = 128
 
@@ -37,10 +38,6 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
 }
 _LIVE, _GROUP, _NUMEL, _FULL, _POINTERS = map(tl.constexpr, (LIVE, GROUP, NUMEL, FULL, POINTERS))
-
-
-def chunk(bucket) -> int:
-    return _BLOCK * _TILES
 
 
 @triton.jit
@@ -175,7 +172,7 @@ def _tiles(
 def _update(
     rows,
     scalars,
-    chunks,
+    places,
     found_inf,
     RULE: tl.constexpr,
     DTYPES: tl.constexpr,
@@ -189,9 +186,9 @@ def _update(
     if found_inf is not None:  # noqa: SIM102  (known when compiling, unlike the next condition)
         if tl.load(found_inf) != 0:
             return
-    chunk = chunks + tl.program_id(0).to(tl.int64) * 2
-    t = tl.load(chunk)
-    start = tl.load(chunk + 1).to(tl.int64) * (BLOCK * TILES)
+    place = places + tl.program_id(0).to(tl.int64) * 2
+    t = tl.load(place)
+    start = tl.load(place + 1).to(tl.int64) * (BLOCK * TILES)
     row = rows + t * WIDTH
     s = ()
     for k in tl.static_range(SCALARS):
@@ -232,23 +229,17 @@ def compile(table) -> None:
     with _on(table.device):
         table.launch.ready(None, None)
         for bucket in table.buckets:
-            chunks = torch.from_numpy(_chunks(bucket.numels, first)).to(table.device)
+            tensors, within = chunks(bucket.numels, CHUNK)
+            places = np.stack((tensors + first, within), 1).astype(np.int32)
+            places = torch.from_numpy(places).to(table.device)
             first += len(bucket.numels)
             dtypes = tuple(_TYPES[dtype] for dtype in bucket.dtypes)
             constants = _compiled(bucket.rule.update), dtypes, _TYPES[bucket.compute_dtype]
             constants += width, columns, 1 + bucket.rule.scalar_count, _BLOCK, _TILES
             options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-            tables = table.rows, table.scalars, chunks
-            bucket.launch = _Launch(_update, len(chunks), tables, constants, options)
+            tables = table.rows, table.scalars, places
+            bucket.launch = _Launch(_update, len(places), tables, constants, options)
             bucket.launch.ready(None)
-
-
-def _chunks(numels: np.ndarray, first: int) -> np.ndarray:
-    """(tensor, number of the chunk in it) of every chunk."""
-    counts = -(-numels // (_BLOCK * _TILES))
-    tensors = np.repeat(np.arange(len(counts)), counts)
-    within = np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack((tensors + first, within), 1).astype(np.int32)
 
 
 class _Launch:
