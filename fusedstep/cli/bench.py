@@ -54,6 +54,7 @@ def bench(
     only: Annotated[str, typer.Option(help="only work whose name contains this")] = "",
     rounds: Annotated[int, typer.Option(help="samples of each time")] = 20,
     output: Annotated[Path | None, typer.Option(help="folder for the raw result and the chart")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit to record; git is asked for it")] = None,
 ) -> None:
     """Time our steps beside torch's fused ones, interleaved, and against the memory limit on a GPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,7 +63,7 @@ def bench(
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no GPU here; use --device cpu", param_hint="--device")
     console = Console(width=None if sys.stdout.isatty() else 132)
-    facts = environment(device)
+    facts = environment(device, commit)
     console.print(" | ".join(f"{name} {value}" for name, value in facts.items() if name != "commit"))
     works = [w for w in (CPU if device == "cpu" else GPU) if only in f"{w.model} {w.optimizer} {w.dtype}"]
     bandwidth = timing.copy_bandwidth() if device == "cuda" else None
@@ -76,17 +77,23 @@ def bench(
         console.print(f"raw result: {path}, chart: {path.with_suffix('.png')}")
 
 
-def environment(device: str) -> dict[str, str]:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
+def environment(device: str, commit: str | None) -> dict[str, str]:
+    if commit is None:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = git.stdout.strip() if git.returncode == 0 else "unknown"
+    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
     versions = {"torch": torch.__version__, "numpy": np.__version__, "fusedstep": fusedstep.__version__}
     threads = {} if device == "cuda" else {"threads": str(torch.get_num_threads())}
-    return {
-        "device": name,
-        **versions,
-        **threads,
-        "commit": git.stdout.strip() if git.returncode == 0 else "unknown",
-    }
+    return {"device": name, **versions, **threads, "commit": commit}
+
+
+def _processor() -> str:
+    """The model where Linux tells it, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
 
 
 def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> dict[str, Any]:
