@@ -82,6 +82,7 @@ def stepped(count=30, device="cuda", **options):
 
 
 def launches(optimizer):
+    torch.cuda.synchronize()  # or copies still in the queue would be counted
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         optimizer.step()
         torch.cuda.synchronize()
