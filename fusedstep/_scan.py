@@ -1,4 +1,4 @@
-"""Has anything changed since the last step? Asked in machine code, at about 0.15 us a parameter.
+"""Has anything changed since the last step? Asked in machine code.
 
 Every step must look at every gradient, address, state and option again: all of them may be re-allocated
 or replaced at will. In Python that look costs more than the launch it precedes, so the loop over these
