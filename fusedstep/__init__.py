@@ -7,7 +7,7 @@
 >>> optimizer.step()
 """
 
-from .optimizers import SGD, Adam, AdamW
+from .optimizers import SGD, Adam, AdamW, BertAdam, Lamb
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "Lamb"]
 __version__ = "0.1.0"

@@ -10,30 +10,59 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import engines
+from . import _rules, engines
 from ._layout import dense_strides, empty_like, laid_like, lies_like
 
 
-class Rule(NamedTuple):
-    """An optimizer's mathematics: how scalars are prepared, how a value is updated, what it remembers.
+class Pass(NamedTuple):
+    """One pass over memory: a function of roles and scalars, the roles it writes, what it sums.
 
-    `saves_step` says whether the step count is part of the saved state. Where it is not, the rule may ask
-    only whether this is the first step, and after loading a checkpoint it is not.
+    Roles are the letters of `_rules`. The function returns what is written, then `sums` terms that are added
+    up over each tensor, in an order that never changes. With `raw` the gradient is taken as it is stored.
     """
 
-    scalars: Callable
     update: Callable
-    states: tuple[str, ...]
-    saves_step: bool = True
-
-    @property
-    def roles(self) -> int:
-        """Tensors of one parameter: itself, its gradient, its states."""
-        return 2 + len(self.states)
+    reads: str
+    writes: str
+    sums: int = 0
+    raw: bool = False
 
     @property
     def scalar_count(self) -> int:
-        return self.update.__code__.co_argcount - self.roles
+        return self.update.__code__.co_argcount - len(self.reads)
+
+
+# for clipping, before any other
+MEASURE = Pass(_rules.square, "g", "", sums=1, raw=True)
+
+
+class Rule(NamedTuple):
+    """An optimizer's mathematics: how scalars are prepared, the passes of a step, what it remembers.
+
+    `states` names the letters of its states. `saves_step` says whether the step count is part of the saved
+    state. Where it is not, the rule may ask only whether this is the first step, and after loading a
+    checkpoint it is not. `narrow` are the passes for 16-bit states, if others.
+    """
+
+    scalars: Callable
+    passes: tuple[Pass, ...]
+    states: dict[str, str]
+    saves_step: bool = True
+    narrow: tuple[Pass, ...] = ()
+
+    @property
+    def roles(self) -> str:
+        """Tensors of one parameter: itself, its gradient, its states."""
+        return "pg" + "".join(self.states)
+
+    @property
+    def sums(self) -> int:
+        return sum(p.sums for p in self.passes)
+
+    def for_dtypes(self, dtypes: tuple[torch.dtype, ...]) -> Rule:
+        """This rule for roles stored so."""
+        narrow = self.narrow and any(dtype.itemsize == 2 for dtype in dtypes[2:])
+        return self._replace(passes=self.narrow) if narrow else self
 
 
 class Settings(NamedTuple):
@@ -42,6 +71,7 @@ class Settings(NamedTuple):
     owner: str
     engine: str | None = None
     state_dtype: torch.dtype | None = None
+    clip_scope: str = "global"
 
 
 class Known(NamedTuple):
@@ -74,11 +104,13 @@ class Entry:
     grad_copy: Tensor | None = None
     # the table's counts, of which `step` is a view
     all_steps: Tensor = field(init=False)
+    # entries with equal ones are clipped together
+    segment: int = 0
 
     @property
     def bucket(self) -> tuple:
         """Entries with equal keys can share a launch."""
-        return (self.rule.update.__name__, *map(str, self.dtypes), self.staged)
+        return (self.rule.passes[-1].update.__name__, *map(str, self.dtypes), self.staged)
 
     @property
     def staged(self) -> bool:
@@ -87,7 +119,7 @@ class Entry:
 
     def fits(self, grad: Tensor) -> bool:
         """Whether parameter, gradient and states are still stored as this entry was built for."""
-        p, states = self.param, [self.state.get(name) for name in self.rule.states]
+        p, states = self.param, [self.state.get(name) for name in self.rule.states.values()]
         if self.rule.saves_step and (self.state.get("step") is not self.step or not self._step_is_a_view()):
             return False
         roles: tuple[Any, ...] = (p, grad, *states)
@@ -116,7 +148,7 @@ class Entry:
         """Where the engine finds parameter, gradient and states."""
         p = self.param if self.param_copy is None else self.param_copy
         g = self.param.grad if self.grad_copy is None else self.grad_copy
-        return [t.data_ptr() for t in (p, g, *(self.state[name] for name in self.rule.states))]
+        return [t.data_ptr() for t in (p, g, *(self.state[name] for name in self.rule.states.values()))]
 
     def commit(self, known: Known) -> None:
         """Make what was prepared part of what the optimizer remembers."""
@@ -152,17 +184,18 @@ def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settin
     g: Any = p.grad
     state = known.state.get(p, {})
     _check(p, g, settings.owner)
-    if rule.saves_step and state and not any(name in state for name in rule.states):
+    names = tuple(rule.states.values())
+    if rule.saves_step and state and not any(name in state for name in names):
         raise RuntimeError(
-            f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {rule.states}: "
+            f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {names}: "
             "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
         )
-    old = [state[name] for name in rule.states if isinstance(state.get(name), Tensor)]
+    old = [state[name] for name in names if isinstance(state.get(name), Tensor)]
     engine = engines.choose((p, g, *old), settings.engine)
     strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
     stepped = state.get("step", 0.0) if rule.saves_step else known.unsaved_steps.get(p, 1.0)
     states, fresh = [], {}
-    for name in rule.states:
+    for name in names:
         found = state.get(name)
         if found is None:
             stepped = stepped if rule.saves_step else 0.0
@@ -172,13 +205,14 @@ def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settin
         states.append(tensor)
         if tensor is not found:
             fresh[name] = tensor
+    dtypes = tuple(map(real, (p, g, *states)))
     entry = Entry(
         param=p,
         state=state,
-        rule=rule,
+        rule=rule.for_dtypes(dtypes),
         group=group,
         engine=engine,
-        dtypes=tuple(map(real, (p, g, *states))),
+        dtypes=dtypes,
         fresh=fresh,
         step=stepped,
         device=p.device,

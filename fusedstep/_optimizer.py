@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hoo
 
 from . import engines
 from ._entry import Rule, Settings, state_dtype_for
-from ._plan import Amp, Plan
+from ._plan import CLIP_SCOPES, Amp, Plan
 
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -27,29 +27,39 @@ class Optimizer(torch.optim.Optimizer):
     # the group options its scalars are prepared from, in that order, and those that only choose the rule
     options: ClassVar[tuple[str, ...]]
     switches: ClassVar[tuple[str, ...]] = ()
+    # what an option may be instead of a number; it counts as its position here
+    words: ClassVar[tuple[str, ...]] = ()
+    # added to a norm before the limit is divided by it, as torch's clip_grad_norm_ does
+    clip_eps: ClassVar[float] = 1e-6
     # options that make the class what it is, whatever a checkpoint says
     fixed: ClassVar[dict[str, Any]] = {}
+    all_options: ClassVar[tuple[str, ...]]
     options_of: ClassVar[Callable[[dict[str, Any]], tuple]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "options"):
-            cls.options_of = itemgetter("maximize", *cls.options, *cls.switches)
+            cls.all_options = ("max_grad_norm", "maximize", *cls.options, *cls.switches)
+            cls.options_of = itemgetter(*cls.all_options[1:])
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        state_dtype: torch.dtype | None = None,
-        engine: str | None = None,
-    ) -> None:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """With all arguments of a subclass: `params`, a few for the whole optimizer, and group options."""
+        defaults = {**arguments, **self.fixed}
+        for name in ("self", "__class__"):
+            defaults.pop(name, None)
+        params, state_dtype, engine = (defaults.pop(name) for name in ("params", "state_dtype", "engine"))
+        clip_scope = defaults.pop("clip_scope", "global")
+        if defaults["max_grad_norm"] is None:
+            # groups then read as torch's do
+            del defaults["max_grad_norm"]
         _check_flags(defaults)
         if state_dtype is not None and state_dtype not in STATE_DTYPES:
             raise ValueError(f"Invalid state_dtype: {state_dtype}; use one of {STATE_DTYPES}, or None")
         if engine is not None and engine not in engines.NAMES:
             raise ValueError(f"Invalid engine: {engine!r}; use one of {engines.NAMES}, or None")
-        self.state_dtype, self.engine = state_dtype, engine
+        if clip_scope not in CLIP_SCOPES:
+            raise ValueError(f"Invalid clip_scope: {clip_scope!r}; use one of {(*CLIP_SCOPES,)}")
+        self.state_dtype, self.engine, self.clip_scope = state_dtype, engine, clip_scope
         # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
         self._step_supports_amp_scaling = True
         # step counts of rules that do not save them
@@ -63,7 +73,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def settings(self) -> Settings:
-        return Settings(type(self).__name__, self.engine, self.state_dtype)
+        return Settings(type(self).__name__, self.engine, self.state_dtype, self.clip_scope)
 
     @staticmethod
     def profile_hook_step(func: Callable) -> Callable:
@@ -119,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ("state_dtype", "engine", "unsaved_steps", "_step_supports_amp_scaling")
+        ours = ("state_dtype", "engine", "clip_scope", "unsaved_steps", "_step_supports_amp_scaling")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

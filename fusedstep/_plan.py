@@ -4,14 +4,17 @@
     Table     those that one engine steps on one device: step counts, hyper-parameters, scalars, addresses
     Bucket    those of a table that share a rule and dtypes: what one launch updates
 
-Groups do not split buckets: a hyper-parameter is a column of a table with one row per group. A gradient
+A step is a few passes. Pass 0 measures gradients, only if they are to be clipped; the others are the rule's.
+Before each of those, scalars are prepared from the step count, the hyper-parameters and what earlier passes
+summed over every tensor. Groups do not split buckets: a hyper-parameter is a column of a table with one row
+per group. A gradient
 that vanishes switches its row off; one that moves rewrites its address; anything else that changes
 (another parameter, dtype, shape, rule) builds the plan anew. A plan keeps no gradient and no state alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, groupby
 from operator import is_, itemgetter
 from types import ModuleType
@@ -23,9 +26,9 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
 from . import _scan
-from ._entry import Entry, Known, make_entry
+from ._entry import MEASURE, Entry, Known, Pass, Rule, make_entry
 from ._layout import numel
-from .engines import FULL, GROUP, LIVE, NUMEL, POINTERS, compute_dtype
+from .engines import FULL, GROUP, LIMIT, LIVE, NUMEL, OPTIONS, POINTERS, SEGMENT, compute_dtype
 
 _params = itemgetter("params")
 
@@ -64,7 +67,9 @@ class Bucket:
         if not all(g is None or entry.fits(g) for entry, g in zip(self.entries, grads, strict=True)):
             return False
         live = [entry for entry, g in zip(self.entries, grads, strict=True) if g is not None]
-        self.rows[:, LIVE] = [g is not None for g in grads]
+        has_grad = np.array([g is not None for g in grads], np.int64)
+        self.rows_changed |= not np.array_equal(self.rows[:, LIVE], has_grad)
+        self.rows[:, LIVE] = has_grad
         self.params = [entry.param for entry in live]
         absent = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
         self.staged = [entry for entry in live if entry.staged]
@@ -75,9 +80,9 @@ class Bucket:
             self.rows[:, FULL] = 0
             self._full = self.numels[self._live] // self.engine.CHUNK * self.engine.CHUNK
             addresses = np.array([entry.addresses() for entry in live], np.int64)
-            self._write_addresses(addresses.reshape(len(live), self.rule.roles))
+            self._write_addresses(addresses.reshape(len(live), len(self.rule.roles)))
             if _scan.API is not None and live and not self.staged and _scan.Entries.can_read(live):
-                self._scan = _scan.Entries(live, self.rule.states, absent)
+                self._scan = _scan.Entries(live, [*self.rule.states.values()], absent)
         return True
 
     def refresh(self) -> bool:
@@ -91,27 +96,36 @@ class Bucket:
         # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
         misaligned = np.bitwise_or.reduce(addresses, axis=1) & 15
         self.rows[self._live, FULL] = np.where(misaligned, 0, self._full)
-        self.rows[self._live, POINTERS : POINTERS + self.rule.roles] = addresses
+        self.rows[self._live, POINTERS : POINTERS + len(self.rule.roles)] = addresses
         self.rows_changed = True
 
 
 class Table:
-    """Step counts, hyper-parameters, scalars and addresses of what one engine steps on one device."""
+    """Step counts, hyper-parameters, scalars, sums and addresses of what one engine steps on one device."""
 
-    def __init__(self, engine: ModuleType, entries: list[Entry], hyper: np.ndarray) -> None:
+    # whether a step is counted before it is taken
+    counts = True
+
+    def __init__(self, engine: ModuleType, entries: list[Entry], hyper: np.ndarray, exact: torch.dtype) -> None:
         self.engine, self.device = engine, entries[0].param.device
-        # all rules of an optimizer share their scalars
+        # all rules of an optimizer share their scalars and the number of their passes and sums
         self.rule = entries[0].rule
+        self.clips = bool((hyper[:, LIMIT] > 0).any())
         by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
         self.entries = [entries[i] for i in by_bucket]
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
         self.host_rows = np.zeros((len(entries), width), np.int64)
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
-        # float64 so that bias corrections hold at any step; mps has none
-        exact = torch.float32 if self.device.type == "mps" else torch.float64
-        scalars = max(entry.rule.scalar_count for entry in entries)
+        self.host_rows[:, SEGMENT] = [entry.segment for entry in self.entries]
+        # mps has no float64
+        exact = torch.float32 if self.device.type == "mps" else exact
+        scalars = max(p.scalar_count for entry in entries for p in entry.rule.passes)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
         self.scalars = torch.zeros(len(entries), 1 + scalars, dtype=exact, device=self.device)
+        # of every pass in turn, one row per sum
+        self.sums = torch.zeros(1 + self.rule.sums, len(entries), dtype=exact, device=self.device)
+        # the squares of all gradients that may be clipped together, and who goes with whom
+        self.everyone = self.sums[0], torch.from_numpy(self.segments).to(self.device)
         self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
         self.steps = self._adopt_steps()
         # the engine's own, as a bucket's
@@ -121,7 +135,22 @@ class Table:
             indices, members = zip(*same, strict=True)
             rows = self.host_rows[indices[0] : indices[-1] + 1]
             self.buckets.append(Bucket([*members], rows, engine))
-        engine.compile(self)
+
+    @property
+    def segments(self) -> np.ndarray:
+        return self.host_rows[:, SEGMENT].copy()
+
+    def passes(self, rule: Rule) -> tuple[Pass, ...]:
+        return (MEASURE, *rule.passes)
+
+    @property
+    def used_passes(self) -> range:
+        return range(0 if self.clips else 1, 1 + len(self.rule.passes))
+
+    def columns(self, k: int) -> slice:
+        """Which of the table's sums are of pass `k`."""
+        first = sum(p.sums for p in self.passes(self.rule)[:k])
+        return slice(first, first + self.passes(self.rule)[k].sums)
 
     def _adopt_steps(self) -> Tensor:
         """One vector of step counts, of which each entry gets a view."""
@@ -138,16 +167,22 @@ class Table:
     def refresh(self) -> bool:
         return all(bucket.refresh() for bucket in self.buckets)
 
-    def step(self, amp: Amp) -> None:
-        """Update everything live, in place."""
-        if any(bucket.rows_changed for bucket in self.buckets):
+    def begin(self) -> None:
+        """Bring to the device what a step needs."""
+        # on the host they are the same memory
+        if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
             _upload(self.host_rows, self.rows)
             for bucket in self.buckets:
                 bucket.rows_changed = False
         for bucket in self.buckets:
             for entry in bucket.staged:
                 entry.copy_in()
-        self.engine.step(self, amp.to(self.device))
+
+    def update(self, amp: Amp) -> None:
+        """Update everything live, in place."""
+        for k in range(1, 1 + len(self.rule.passes)):
+            self.engine.prepare(self, amp, self.counts and k == 1)
+            self.engine.sweep(self, k, amp)
         for bucket in self.buckets:
             for entry in bucket.staged:
                 entry.copy_out()
@@ -156,13 +191,60 @@ class Table:
                 torch.autograd.graph.increment_version(bucket.params)
 
 
+# which gradients are clipped together, by their entries
+CLIP_SCOPES: dict[str, Callable[[Entry], Any]] = {
+    "tensor": lambda entry: id(entry),
+    "group": lambda entry: (entry.group, entry.param.dtype),
+    "global": lambda entry: None,
+}
+
+
+def make_tables(entries: list[Entry], hyper: np.ndarray, clip_scope: str, exact: torch.dtype) -> list[Table]:
+    """Tables of these entries, ready to be stepped. `exact` is what scalars are computed in."""
+    keys = [*map(CLIP_SCOPES[clip_scope], entries)]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    by_table: dict[tuple, list[Entry]] = {}
+    for entry, key in zip(entries, keys, strict=True):
+        entry.segment = numbers[key]
+        by_table.setdefault((entry.engine, entry.device), []).append(entry)
+    tables = [Table(engine, members, hyper, exact) for (engine, _), members in by_table.items()]
+    for table in tables:
+        if len(tables) > 1:
+            segments = torch.from_numpy(np.concatenate([other.segments for other in tables]))
+            table.everyone = table.sums.new_zeros(len(segments)), segments.to(table.device)
+        table.engine.compile(table)
+    return tables
+
+
+def step(tables: list[Table], amp: Amp) -> None:
+    """One step of everything in these tables."""
+    amps = [amp.to(table.device) for table in tables]
+    for table in tables:
+        table.begin()
+    if any(table.clips for table in tables):
+        for table, amp in zip(tables, amps, strict=True):
+            table.engine.sweep(table, 0, amp)
+        if len(tables) > 1:
+            _exchange(tables)
+    for table, amp in zip(tables, amps, strict=True):
+        table.update(amp)
+
+
+def _exchange(tables: list[Table]) -> None:
+    """Give every table the measurements of all."""
+    for table in tables:
+        # what comes to the host must have arrived before it is read there
+        waits = table.device.type == "cpu"
+        parts = [other.sums[0].to(table.device, non_blocking=not waits) for other in tables]
+        torch.cat(parts, out=table.everyone[0])
+
+
 def _upload(host: np.ndarray, device: Tensor) -> None:
     source = torch.from_numpy(host)
     if device.is_cuda:
         # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
         source = source.pin_memory()
-    if device.data_ptr() != source.data_ptr():
-        device.copy_(source, non_blocking=True)
+    device.copy_(source, non_blocking=True)
 
 
 def _numbers(option: Any, group: int) -> Iterable[float | Tensor]:
@@ -196,22 +278,21 @@ class Plan:
         self._rules = [*map(optimizer.rule, groups)]
         for gone in optimizer.unsaved_steps.keys() - set(params):
             del optimizer.unsaved_steps[gone]
-        self._inputs = len(optimizer.options)
-        self._read_options([*map(optimizer.options_of, groups)])
+        self._read_options(optimizer)
 
         self._pending: list[Tensor] = []
-        tables: dict[tuple, list[Entry]] = {}
+        entries: list[Entry] = []
         for i, rule in enumerate(self._rules):
             for p in self._members[i]:
                 if p.grad is None:
                     self._pending.append(p)
                 else:
-                    entry = make_entry(p, rule, i, known, optimizer.settings)
-                    tables.setdefault((entry.engine, entry.device), []).append(entry)
-        self.tables = [Table(engine, entries, self._hyper) for (engine, _), entries in tables.items()]
+                    entries.append(make_entry(p, rule, i, known, optimizer.settings))
+        # float64 so that bias corrections hold at any step
+        self.tables = make_tables(entries, self._hyper, optimizer.settings.clip_scope, torch.float64)
 
         # everything is allocated and compiled
-        for entry in chain.from_iterable(table.entries for table in self.tables):
+        for entry in entries:
             entry.commit(known)
         for table in self.tables:
             if not all(bucket.survey() for bucket in table.buckets):
@@ -227,7 +308,7 @@ class Plan:
         self._states = [*state.values()]
         self._scan = None
         if _scan.API is not None and _scan.Groups.can_read(groups, state):
-            options = () if self._volatile else ("maximize", *optimizer.options, *optimizer.switches)
+            options = () if self._volatile else optimizer.all_options
             self._scan = _scan.Groups(groups, options, state, self._pending)
 
     def describes(self, optimizer: Any) -> bool:
@@ -258,27 +339,36 @@ class Plan:
         if [*map(optimizer.rule, optimizer.param_groups)] != self._rules:
             return False
         before = self._hyper, [cell[:2] for cell in self._cells]
-        self._read_options([*map(optimizer.options_of, optimizer.param_groups)])
+        self._read_options(optimizer)
+        if (before[0][:, LIMIT] > 0).any() != (self._hyper[:, LIMIT] > 0).any():
+            return False
         if not np.array_equal(before[0], self._hyper) or before[1] != [cell[:2] for cell in self._cells]:
             for table in self.tables:
                 _upload(self._hyper, table.hyper)
         self._copy_cells()
         return True
 
-    def _read_options(self, options: list[tuple]) -> None:
-        """Hyper-parameters as a matrix, a row per group: the sign of the gradient, then the scalars' inputs."""
+    def _read_options(self, optimizer: Any) -> None:
+        """Hyper-parameters as a matrix, a row per group, in the columns that engines know."""
         self._cells: list[tuple[int, int, Tensor]] = []
-        # anything but numbers and tuples of them may change in place, and is read anew every step
-        parts = chain.from_iterable(v if isinstance(v, tuple) else (v,) for row in options for v in row)
-        self._volatile = not all(isinstance(v, (int, float)) for v in parts)
-        hyper = []
-        for i, (maximize, *values) in enumerate(options):
+        options = [*map(optimizer.options_of, optimizer.param_groups)]
+        limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
+        # anything but numbers and words and tuples of them may change in place, and is read anew every step
+        parts = chain.from_iterable(
+            v if isinstance(v, tuple) else (v,) for row in (limits, *options) for v in row
+        )
+        self._volatile = not all(isinstance(v, (int, float, str, type(None))) for v in parts)
+        hyper, words = [], {word: i for i, word in enumerate(optimizer.words)}
+        for i, (limit, (maximize, *values)) in enumerate(zip(limits, options, strict=True)):
             row = [-1.0 if maximize else 1.0]
-            for value in chain.from_iterable(_numbers(v, i) for v in values[: self._inputs]):
+            values = [0 if limit is None else limit, optimizer.clip_eps, *values[: len(optimizer.options)]]
+            numbers = (words.get(v, v) if isinstance(v, str) else v for v in values)
+            for value in chain.from_iterable(_numbers(v, i) for v in numbers):
                 if isinstance(value, Tensor):
                     self._cells.append((i, len(row), value))
-                row.append(0.0 if isinstance(value, Tensor) else value)
-            if len(row) != self._rules[i].scalars.__code__.co_argcount:
+                # not 0, which for some means off
+                row.append(1.0 if isinstance(value, Tensor) else value)
+            if len(row) != OPTIONS + self._rules[i].scalars.__code__.co_argcount - 1 - self._rules[i].sums:
                 raise ValueError(f"group {i} has too many or too few numbers in its options: {values}")
             hyper.append(row)
         self._hyper = np.array(hyper, np.float64)
@@ -290,5 +380,4 @@ class Plan:
                 table.hyper[row, column].copy_(value, non_blocking=True)
 
     def step(self, amp: Amp) -> None:
-        for table in self.tables:
-            table.step(amp)
+        step(self.tables, amp)

@@ -2,14 +2,16 @@
 
 A rule is the paper's box: a plain function over single values that takes the parameter `p`, the
 gradient `g`, the optimizer's states and the scalars of `_scalars`, and returns the new parameter and
-the new states. It knows nothing of pointers, dtypes or devices. The Triton engine compiles it as a
-device function, the Numba engine inlines it into a loop, the torch engine calls it with tensors.
+the new states, then anything that is to be summed over a tensor. Single letters are values stored for
+every element, words are scalars. It knows nothing of pointers, dtypes or devices. The Triton engine
+compiles it as a device function, the Numba engine inlines it into a loop, the torch engine calls it with
+tensors.
 
 A rule may use operators, comparison, other functions of this file, and the vocabulary below, which
 every engine binds to its own functions. `fma` and `div` are spelled out so that every engine and every
 compiler version rounds alike. What is constant over a tensor is a scalar, prepared in `_scalars`.
 
-The gradient arrives unscaled and with its sign already turned for `maximize`.
+The gradient arrives unscaled, clipped and with its sign already turned for `maximize`.
 """
 
 from __future__ import annotations
@@ -66,6 +68,43 @@ def amsgrad(p, g, m, v, w, shrink, weight_decay, beta1, rate1, beta2, rate2, lr,
     return descended(p, m, w, shrink, lr, root, eps), m, v, w
 
 
+def bert_adam(p, g, m, v, lr, weight_decay, correct, root, eps, beta1, rate1, beta2, rate2):
+    m, v = averages(g, m, v, beta1, rate1, beta2, rate2)
+    return fma(-lr, direction(p, m, v, weight_decay, correct, root, eps), p), m, v
+
+
+# LAMB scales each tensor's update to the size of the tensor: it measures both first
+
+
+def lamb_measure(p, g, m, v, lr, weight_decay, correct, root, eps, beta1, rate1, beta2, rate2):
+    m, v = averages(g, m, v, beta1, rate1, beta2, rate2)
+    u = direction(p, m, v, weight_decay, correct, root, eps)
+    return m, v, p * p, u * u
+
+
+def lamb(p, m, v, lr, weight_decay, correct, root, eps):
+    return (fma(-lr, direction(p, m, v, weight_decay, correct, root, eps), p),)
+
+
+# where 16-bit states would lose what the second pass needs, both passes start from the old ones;
+# the second is bert_adam
+
+
+def lamb_measure_only(p, g, m, v, lr, weight_decay, correct, root, eps, beta1, rate1, beta2, rate2):
+    return lamb_measure(p, g, m, v, lr, weight_decay, correct, root, eps, beta1, rate1, beta2, rate2)[2:]
+
+
+# clipping by norm, in place
+
+
+def square(g):
+    return (g * g,)
+
+
+def same(g):
+    return (g,)
+
+
 # what rules have in common
 
 
@@ -77,8 +116,21 @@ def decayed(p, g, weight_decay):
 def moments(g, m, v, beta1, rate1, beta2, rate2):
     d = g - m
     # m + rate * d forgets g where m is much larger: start from the nearer end
-    m = where(rate1 < beta1, fma(rate1, d, m), fma(-beta1, d, g))
-    return m, fma(rate2 * g, g, beta2 * v)
+    return where(rate1 < beta1, fma(rate1, d, m), fma(-beta1, d, g)), squares(g, v, beta2, rate2)
+
+
+def averages(g, m, v, beta1, rate1, beta2, rate2):
+    # unlike above, the two factors of m need not add up to one
+    return fma(rate1, g, beta1 * m), squares(g, v, beta2, rate2)
+
+
+def squares(g, v, beta2, rate2):
+    return fma(rate2 * g, g, beta2 * v)
+
+
+def direction(p, m, v, weight_decay, correct, root, eps):
+    u = div(correct * m, fma(root, sqrt(v), eps))
+    return where(weight_decay != 0, fma(weight_decay, p, u), u)
 
 
 def descended(p, m, v, shrink, lr, root, eps):

@@ -1,13 +1,14 @@
 """From (step, hyper-parameters of the group) to the scalars of a rule, in float64.
 
-Written like the rules, over single values and the same vocabulary plus `power`, and run once a step
-for every tensor, on the device its parameter lives on: bias corrections and schedules cost no host
-read. `step` counts this update, from 1. A rule takes as many of the scalars as it has arguments for.
+Written like the rules, over single values and the same vocabulary plus `power` and `cos`, and run before
+every pass, for every tensor, on the device its parameter lives on: bias corrections, schedules and norms
+cost no host read. `step` counts this update, from 1. What earlier passes summed comes last. A rule takes
+as many of the scalars as it has arguments for.
 """
 
 from __future__ import annotations
 
-from math import sqrt
+from math import cos, sqrt
 
 from ._rules import where
 
@@ -36,3 +37,79 @@ def adam(step, lr, beta1, beta2, eps, weight_decay, decoupled):
         1 / sqrt(bias2),
         eps,
     )
+
+
+def bert_adam(step, lr, warmup, t_total, schedule, beta1, beta2, eps, weight_decay):
+    factor = where(t_total == -1, 1.0, scheduled((step - 1) / t_total, warmup, schedule))
+    return lr * factor, weight_decay, 1.0, 1.0, eps, beta1, 1 - beta1, beta2, 1 - beta2
+
+
+# as options name them; `scheduled` knows them by their position here
+SCHEDULES = ("warmup_constant", "warmup_linear", "warmup_poly", "warmup_cosine")
+
+
+def scheduled(x, warmup, schedule):
+    """The factor of the learning rate at the fraction `x` of all steps."""
+    linear = larger((x - 1) / (warmup - 1), 0.0)
+    poly = sqrt(larger(1 - x, 0.0))
+    cosine = 0.5 * (1 + cos(3.141592653589793 * x))
+    after = where(schedule == 1, linear, where(schedule == 2, poly, where(schedule == 3, cosine, 1.0)))
+    return where(x < warmup, x / warmup, after)
+
+
+def lamb(
+    step,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    bias_correction,
+    grad_averaging,
+    always_adapt,
+    lowest,
+    highest,
+    max_weight_norm,
+    weights,
+    updates,
+):
+    bias1 = 1 - bias_correction * power(beta1, step)
+    bias2 = 1 - bias_correction * power(beta2, step)
+    ratio = trust(sqrt(weights), sqrt(updates), lowest, highest, max_weight_norm)
+    return (
+        lr * where(always_adapt + weight_decay != 0, ratio, 1.0),
+        weight_decay,
+        1 / bias1,
+        1 / sqrt(bias2),
+        eps,
+        beta1,
+        1 - grad_averaging * beta1,
+        beta2,
+        1 - beta2,
+    )
+
+
+def trust(weight, update, lowest, highest, max_weight_norm):
+    """How much larger a tensor is than its update."""
+    ratio = smaller(weight, max_weight_norm) / update
+    return where(weight * update > 0, smaller(larger(ratio, lowest), highest), 1.0)
+
+
+def clip(squares, limit, eps):
+    """The factor that brings gradients, whose squares have this sum, down to the norm `limit`; 0: no limit."""
+    factor = limit / (sqrt(squares) + eps)
+    # a norm that is no number poisons all gradients, as torch's clipping does
+    return where(limit > 0, where(factor >= 1, 1.0, factor), 1.0)
+
+
+def unused(step):
+    """For a rule that needs no scalars; there is always one."""
+    return (step,)
+
+
+def larger(a, b):
+    return where(a > b, a, b)
+
+
+def smaller(a, b):
+    return where(a < b, a, b)

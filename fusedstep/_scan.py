@@ -88,11 +88,13 @@ class Groups:
 
     def __init__(self, groups: list[dict], options: Sequence[str], state: dict, absent: list[Tensor]) -> None:
         lists = [group["params"] for group in groups]
-        values = [group[name] for group in groups for name in options]
+        values = [[group.get(name) for name in options] for group in groups]
         params, states = [p for members in lists for p in members], [*state.values()]
         self._kept = groups, lists, values, params, states, options, absent
         self._groups = np.stack((_ids(groups), _ids(lists), [*map(len, lists)]), 1).astype(np.int64)
-        self._values = _ids(values).reshape(len(groups), len(options))
+        # 0 where there is none
+        ids = [[id(group[name]) if name in group else 0 for name in options] for group in groups]
+        self._values = np.array(ids, np.int64).reshape(len(groups), len(options))
         self._arrays = _ids(params), _ids(options), _ids(states), _ids(absent)
 
     @staticmethod

@@ -1,8 +1,10 @@
-"""SGD, Adam and AdamW: torch.optim's signatures, options, states and results.
+"""SGD, Adam and AdamW with torch.optim's signatures, options, states and results; BertAdam and Lamb.
 
 Arguments that every class takes beyond its own:
 
     maximize       ascend instead of descend
+    max_grad_norm  scale gradients down to this L2 norm, taken over all parameters, as they are read: `p.grad`
+                   itself stays as it is. None, 0 or less: no limit. A group's own limit holds for that group
     state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters; None: the
                    parameter's. It holds through save and load, whatever the checkpoint was saved with
     engine         "torch", "cpu" or "triton" to insist on one; None: the best one for each parameter
@@ -21,13 +23,24 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, _to_scalar
 
 from . import _rules, _scalars
-from ._entry import Rule
+from ._arguments import check_adam, check_lr, check_schedule, check_tensors_allowed, check_trust
+from ._entry import Pass, Rule
 from ._optimizer import Optimizer
 
-_SGD = Rule(_scalars.sgd, _rules.sgd, (), saves_step=False)
-_MOMENTUM = Rule(_scalars.sgd, _rules.momentum, ("momentum_buffer",), saves_step=False)
-_ADAM = Rule(_scalars.adam, _rules.adam, ("exp_avg", "exp_avg_sq"))
-_AMSGRAD = Rule(_scalars.adam, _rules.amsgrad, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+_MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
+_SGD = Rule(_scalars.sgd, (Pass(_rules.sgd, "pg", "p"),), {}, saves_step=False)
+_MOMENTUM = Rule(
+    _scalars.sgd, (Pass(_rules.momentum, "pgb", "pb"),), {"b": "momentum_buffer"}, saves_step=False
+)
+_ADAM = Rule(_scalars.adam, (Pass(_rules.adam, "pgmv", "pmv"),), _MOMENTS)
+_AMSGRAD = Rule(_scalars.adam, (Pass(_rules.amsgrad, "pgmvw", "pmvw"),), {**_MOMENTS, "w": "max_exp_avg_sq"})
+_BERT_ADAM = Rule(_scalars.bert_adam, (Pass(_rules.bert_adam, "pgmv", "pmv"),), _MOMENTS)
+_LAMB = Rule(
+    _scalars.lamb,
+    (Pass(_rules.lamb_measure, "pgmv", "mv", sums=2), Pass(_rules.lamb, "pmv", "p")),
+    _MOMENTS,
+    narrow=(Pass(_rules.lamb_measure_only, "pgmv", "", sums=2), Pass(_rules.bert_adam, "pgmv", "pmv")),
+)
 
 
 class SGD(Optimizer):
@@ -45,7 +58,7 @@ class SGD(Optimizer):
         dampening: :math:`\tau`
         weight_decay: :math:`\lambda`, added to the gradient
         nesterov: look ahead; needs momentum and no dampening
-        maximize, state_dtype, engine, ...: see `fusedstep.optimizers`
+        maximize, max_grad_norm, state_dtype, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -73,28 +86,18 @@ class SGD(Optimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        max_grad_norm: float | Tensor | None = None,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        _check_lr(lr)
+        check_lr(lr)
         if momentum < 0.0:
             raise ValueError(f"Invalid momentum value: {momentum}")
         if weight_decay < 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults, state_dtype=state_dtype, engine=engine)
+        super().__init__(locals())
 
     def rule(self, group: dict[str, Any]) -> Rule:
         return _MOMENTUM if group["momentum"] != 0 else _SGD
@@ -106,17 +109,10 @@ class _AdamFamily(Optimizer):
     options = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
     switches = ("amsgrad",)
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        state_dtype: torch.dtype | None,
-        engine: str | None,
-    ) -> None:
-        _check_adam(**{name: defaults[name] for name in ("lr", "betas", "eps", "weight_decay")})
-        _check_tensors_allowed(defaults)
-        defaults["betas"] = tuple(map(_to_scalar, defaults["betas"]))
-        super().__init__(params, defaults, state_dtype=state_dtype, engine=engine)
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        check_adam(**{name: arguments[name] for name in ("lr", "betas", "eps", "weight_decay")})
+        check_tensors_allowed(arguments)
+        super().__init__({**arguments, "betas": tuple(map(_to_scalar, arguments["betas"]))})
 
     def rule(self, group: dict[str, Any]) -> Rule:
         return _AMSGRAD if group["amsgrad"] else _ADAM
@@ -139,7 +135,7 @@ class Adam(_AdamFamily):
         weight_decay: :math:`\lambda`, added to the gradient
         amsgrad: divide by the largest `v` so far
         decoupled_weight_decay: decay the parameter instead, as AdamW does
-        maximize, state_dtype, engine, ...: see `fusedstep.optimizers`
+        maximize, max_grad_norm, state_dtype, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -167,23 +163,11 @@ class Adam(_AdamFamily):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        max_grad_norm: float | Tensor | None = None,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, state_dtype, engine)
+        super().__init__(locals())
 
 
 class AdamW(_AdamFamily):
@@ -202,7 +186,7 @@ class AdamW(_AdamFamily):
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         amsgrad: divide by the largest `v` so far
-        maximize, state_dtype, engine, ...: see `fusedstep.optimizers`
+        maximize, max_grad_norm, state_dtype, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -231,58 +215,162 @@ class AdamW(_AdamFamily):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        max_grad_norm: float | Tensor | None = None,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            **self.fixed,
-        }
-        super().__init__(params, defaults, state_dtype, engine)
+        super().__init__(locals())
 
 
-# the checks say what torch.optim says, word for word: handlers and tests out there depend on it
+class BertAdam(Optimizer):
+    r"""Adam as BERT was trained with: clipped, without bias correction, with a schedule of its own.
+
+    .. math::
+        g &\leftarrow g \cdot \min(1, c / (\lVert g \rVert + 10^{-6})) \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        p &\leftarrow p - \gamma\, s(t / T)\, \Big( \frac{m}{\sqrt{v} + \epsilon} + \lambda p \Big)
+
+    where `t` counts the updates before this one and, with :math:`x = t / T` and :math:`w` the warm-up,
+
+    .. math::
+        s(x) = x / w \text{ while } x < w \text{, then } \begin{cases}
+            1 & \text{warmup\_constant} \\
+            \max(0, (x - 1) / (w - 1)) & \text{warmup\_linear} \\
+            \sqrt{\max(0, 1 - x)} & \text{warmup\_poly} \\
+            (1 + \cos \pi x) / 2 & \text{warmup\_cosine}
+        \end{cases}
+
+    The schedule is evaluated on the device, from the saved count of each parameter: it resumes exactly.
+
+    Args:
+        params: parameters, named parameters or groups of them
+        lr: learning rate :math:`\gamma`, a number or a one-element tensor
+        warmup: :math:`w`, as a fraction of all steps. 0: none. -1, the default, means none as well to
+            every schedule but "warmup_linear", which then starts at half the rate: it is NVIDIA's formula
+        t_total: :math:`T`, the number of all steps; -1: no schedule
+        schedule: "warmup_linear", "warmup_constant", "warmup_poly" or "warmup_cosine"
+        b1, b2: :math:`\beta_1` and :math:`\beta_2`
+        e: :math:`\epsilon`
+        weight_decay: :math:`\lambda`
+        max_grad_norm: :math:`c`; 0 or less: no limit
+        clip_scope: the gradients a norm is taken over: "tensor", each its own, as NVIDIA's class does;
+            "group", all of one group and dtype, as Ascend's does; "global", all of them
+        maximize, state_dtype, engine: see `fusedstep.optimizers`
+
+    >>> import torch, fusedstep
+    >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    >>> optimizer = fusedstep.BertAdam([p], lr=0.1, warmup=0.1, t_total=10, max_grad_norm=1.0)
+    >>> for _ in range(2):  # the first step of a warm-up goes nowhere
+    ...     optimizer.zero_grad()
+    ...     p.square().sum().backward()
+    ...     optimizer.step()
+    >>> p.data
+    tensor([0.5741, 1.5731])
+
+    Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers, NAACL 2019.
+    """
+
+    options = ("lr", "warmup", "t_total", "schedule", "b1", "b2", "e", "weight_decay")
+    words = _scalars.SCHEDULES
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        warmup: float = -1,
+        t_total: float = -1,
+        schedule: str = "warmup_linear",
+        b1: float = 0.9,
+        b2: float = 0.999,
+        e: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | Tensor | None = 1.0,
+        *,
+        clip_scope: str = "tensor",
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        check_adam(lr, (b1, b2), e, weight_decay)
+        check_schedule(schedule, warmup, t_total)
+        super().__init__(locals())
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return _BERT_ADAM
 
 
-def _check_lr(lr: float | Tensor) -> None:
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
+class Lamb(Optimizer):
+    r"""LAMB: Adam whose update is scaled, tensor by tensor, to the size of the tensor; as Apex's FusedLAMB.
 
+    .. math::
+        g &\leftarrow g \cdot \min(1, c / \lVert g \rVert) \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        u &\leftarrow \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon} + \lambda p \\
+        p &\leftarrow p - \gamma\, \frac{\lVert p \rVert}{\lVert u \rVert}\, u
 
-def _check_adam(lr: float | Tensor, betas: tuple, eps: float, weight_decay: float) -> None:
-    _check_lr(lr)
-    if not eps >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}; two are needed")
-    for i, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{i}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-    if len({isinstance(beta, Tensor) for beta in betas}) != 1:
-        raise ValueError("betas must be either both floats or both Tensors")
+    The trust ratio :math:`\lVert p \rVert / \lVert u \rVert` is 1 where either norm is 0.
 
+    Args:
+        params: parameters, named parameters or groups of them
+        lr: learning rate :math:`\gamma`, a number or a one-element tensor
+        betas: :math:`\beta_1` and :math:`\beta_2`, both numbers or both tensors
+        eps: :math:`\epsilon`
+        weight_decay: :math:`\lambda`
+        bias_correction: whether to divide by :math:`1 - \beta^t`
+        grad_averaging: whether `m` takes :math:`1 - \beta_1` of a gradient, or all of it
+        max_grad_norm: :math:`c`, over all gradients together; None, 0 or less: no limit
+        trust_bounds: the smallest and the largest trust ratio
+        max_weight_norm: what :math:`\lVert p \rVert` counts as at most
+        always_adapt: scale the update of every tensor; if False, where `weight_decay` is 0 the ratio is 1
+        maximize, state_dtype, engine: see `fusedstep.optimizers`
 
-def _check_tensors_allowed(options: dict[str, Any]) -> None:
-    # torch's restriction, not ours: code that relies on the error must keep working
-    if options["foreach"] and not options["capturable"]:
-        for name, value in (
-            ("lr", options["lr"]),
-            *((f"betas[{i}]", b) for i, b in enumerate(options["betas"])),
-        ):
-            if isinstance(value, Tensor):
-                raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")
+    >>> import torch, fusedstep
+    >>> p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = fusedstep.Lamb([p], lr=0.1, weight_decay=0.1)
+    >>> p.square().sum().backward()
+    >>> optimizer.step()
+    >>> p.data
+    tensor([2.6598, 3.6336])
+
+    You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020.
+    """
+
+    options = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "bias_correction",
+        "grad_averaging",
+        "always_adapt",
+        "trust_bounds",
+        "max_weight_norm",
+    )
+    clip_eps = 0.0
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | Tensor | None = 1.0,
+        trust_bounds: tuple[float, float] = (0.0, float("inf")),
+        max_weight_norm: float = float("inf"),
+        always_adapt: bool = False,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        check_trust(trust_bounds, max_weight_norm)
+        super().__init__(locals())
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return _LAMB

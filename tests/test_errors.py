@@ -77,7 +77,7 @@ def test_a_kernel_that_does_not_compile_leaves_all_as_it_was(case, monkeypatch):
     def broken(*args):
         raise SystemError("no compiler")
 
-    monkeypatch.setattr("fusedstep.engines.cpu._update_kernel", broken)
+    monkeypatch.setattr("fusedstep.engines.cpu._sweep_kernel", broken)
     with pytest.raises(SystemError):
         optimizer.step()
     assert_untouched(before, params, optimizer)

@@ -4,7 +4,9 @@ BY_ADDRESS             whether it works on addresses (dense, plain tensors) or o
 unavailable(device)    why it cannot run on this type of device; None if it can
 CHUNK                  if so, how many elements one unit of its work covers
 compile(table)         make ready to launch; may raise, nothing has been written yet
-step(table, amp)       one update of every live row, in place
+prepare(table, amp, counts)
+                       the scalars of every live row, from what was summed so far; may count the step
+sweep(table, k, amp)   pass `k` over every live row, in place, its sums into the table; 0 measures gradients
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from torch import Tensor, float32, float64
 NAMES = ("torch", "cpu", "triton")
 
 # columns of a table's rows; the addresses of parameter, gradient and states follow
-LIVE, GROUP, NUMEL, FULL, POINTERS = range(5)
+LIVE, GROUP, SEGMENT, NUMEL, FULL, POINTERS = range(6)
+# columns of the hyper-parameters; what the rule's scalars are prepared from follows
+SIGN, LIMIT, LIMIT_EPS, OPTIONS = range(4)
 
 _DEFAULT = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
 

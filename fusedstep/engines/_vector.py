@@ -220,14 +220,17 @@ def _in_range(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 _SHORT = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "i16"}
 
 
-def loader(dtypes: tuple[torch.dtype, ...], compute: Vector, masked: bool) -> Any:
-    """load(addresses, i, count): elements i, i+1, ... of every role; only `count` of them if masked."""
+Stored = list[tuple[int, torch.dtype]]
+
+
+def loader(roles: Stored, compute: Vector, masked: bool) -> Any:
+    """load(addresses, i, count): elements i, i+1, ... of these roles; only `count` of them if masked."""
 
     @intrinsic
     def load(typing_context, addresses, i, count):
         def codegen(context, builder, signature, args):
             to, values = context.get_value_type(compute), []
-            for role, stored in enumerate(dtypes):
+            for role, stored in roles:
                 place, kind = _place(builder, args[0], args[1], role, stored), _wide(_STORED[stored])
                 size = stored.itemsize
                 if masked:
@@ -241,19 +244,19 @@ def loader(dtypes: tuple[torch.dtype, ...], compute: Vector, masked: bool) -> An
                 values.append(_widened(builder, value, stored, to))
             return context.make_tuple(builder, signature.return_type, values)
 
-        return nb.UniTuple(compute, len(dtypes))(addresses, i, count), codegen
+        return nb.UniTuple(compute, len(roles))(addresses, i, count), codegen
 
     return load
 
 
-def storer(dtypes: tuple[torch.dtype, ...], masked: bool) -> Any:
-    """store(addresses, i, count, values): the reverse, each value rounded to how it is stored."""
+def storer(roles: Stored, masked: bool) -> Any:
+    """store(addresses, i, count, values): the reverse for as many values, rounded to how they are stored."""
 
     @intrinsic
     def store(typing_context, addresses, i, count, values):
         def codegen(context, builder, signature, args):
-            for role, stored in enumerate(dtypes):
-                value = _narrowed(builder, builder.extract_value(args[3], role), stored)
+            for k, (role, stored) in enumerate(roles):
+                value = _narrowed(builder, builder.extract_value(args[3], k), stored)
                 place = _place(builder, args[0], args[1], role, stored)
                 if masked:
                     name = f"llvm.masked.store.v{LANES}{_SHORT[stored]}.p0"
@@ -266,3 +269,64 @@ def storer(dtypes: tuple[torch.dtype, ...], masked: bool) -> Any:
         return nb.void(addresses, i, count, values), codegen
 
     return store
+
+
+# sums, in float64
+
+
+def _sums(count: int) -> nb.Type:
+    return nb.UniTuple(FLOATS[torch.float64], count)
+
+
+def zeros(count: int) -> Any:
+    """zeros(): as many sums, each of sixteen parts."""
+
+    @intrinsic
+    def zeros(typing_context):
+        def codegen(context, builder, signature, args):
+            zero = ir.Constant(_wide(_F64), None)
+            return context.make_tuple(builder, signature.return_type, [zero] * count)
+
+        return _sums(count)(), codegen
+
+    return zeros
+
+
+def adder(first: int, count: int, masked: bool) -> Any:
+    """add(sums, values, lanes): sums with the values from `first` on added; only of so many lanes if masked."""
+
+    @intrinsic
+    def add(typing_context, sums, values, lanes):
+        def codegen(context, builder, signature, args):
+            added = []
+            for k in range(count):
+                value = builder.extract_value(args[1], first + k)
+                if masked:  # what lies beyond may be no number
+                    nothing = ir.Constant(value.type, None)
+                    value = builder.select(_in_range(builder, args[2]), value, nothing)
+                value = value if value.type == _wide(_F64) else builder.fpext(value, _wide(_F64))
+                added.append(builder.fadd(builder.extract_value(args[0], k), value))
+            return context.make_tuple(builder, signature.return_type, added)
+
+        return _sums(count)(sums, values, lanes), codegen
+
+    return add
+
+
+def putter(count: int) -> Any:
+    """put(address, i, sums): the sums as row `i` of the float64 matrix there."""
+
+    @intrinsic
+    def put(typing_context, address, i, sums):
+        def codegen(context, builder, signature, args):
+            matrix = builder.inttoptr(args[0], _F64.as_pointer())
+            for k in range(count):
+                name, parts = f"llvm.vector.reduce.fadd.v{LANES}f64", builder.extract_value(args[2], k)
+                total = _call(builder, name, _F64, [_F64(0.0), parts])
+                at = builder.add(builder.mul(args[1], args[1].type(count)), args[1].type(k))
+                builder.store(total, builder.gep(matrix, [at]))
+            return context.get_dummy_value()
+
+        return nb.void(address, i, sums), codegen
+
+    return put

@@ -29,9 +29,23 @@ from numba.core import types as nb
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from .. import _scalars
 from .._cache import kept_on_disk
 from .._rules import bind
-from . import GROUP, LIVE, NUMEL, POINTERS, _vector, chunks, compute_dtype
+from . import (
+    GROUP,
+    LIMIT,
+    LIMIT_EPS,
+    LIVE,
+    NUMEL,
+    OPTIONS,
+    POINTERS,
+    SEGMENT,
+    SIGN,
+    _vector,
+    chunks,
+    compute_dtype,
+)
 from ._vector import LANES
 
 BY_ADDRESS = True
@@ -52,8 +66,11 @@ _VECTORS = {name: getattr(_vector, name) for name in ("fma", "div", "where", "ma
 _NUMBERS = {
     "where": _inline(lambda condition, a, b: a if condition else b),
     "sqrt": math.sqrt,
+    "cos": math.cos,
     "power": math.pow,
 }
+# where scalars are float32, what cancels (1 - beta^t) must be rounded before it does
+_SINGLE = {**_NUMBERS, "power": _inline(lambda a, b: np.float64(np.float32(math.pow(a, b))))}
 
 
 @intrinsic
@@ -73,40 +90,58 @@ def _take(typing_context, counter):
     )
 
 
-# the two kernels; these names are bound anew for each rule and signature by `_bound`
-prepare: Any = None
+# the three kernels; these names are bound anew for each rule and signature by `_bound`
+scalars_of: Any = None
+clip: Any = None
 update: Any = None
+scaled: Any = None
+fill: Any = None
 load: Any = None
 store: Any = None
 load_tail: Any = None
 store_tail: Any = None
-fill: Any = None
-OPTIONS, ROLES, SCALARS = 0, 0, 0
+zeros: Any = None
+add: Any = None
+add_tail: Any = None
+put: Any = None
+EXACT: Any = None
+INPUTS, ROLES, SCALARS, WRITES = 0, 0, 0, 0
 
 
-def _prepare(rows, steps, hyper, scalars, scale):
-    """Count the step of every live row and prepare its scalars."""
+def _prepare(rows, steps, hyper, sums, everyone, scalars, scale, counts, clips):
+    """Prepare the scalars of every live row, and count its step."""
+    norms, segments = everyone
+    totals = np.zeros(segments.max() + 1 if clips else 0)
+    if clips:
+        for t in range(len(segments)):
+            totals[segments[t]] += norms[t]
+    options, inputs = hyper.shape[1] - OPTIONS, np.empty(INPUTS)
     for t in range(rows.shape[0]):
         if rows[t, LIVE] != 0:
-            steps[t] += 1
+            steps[t] += counts
             h = hyper[rows[t, GROUP]]
-            scalars[t, 0] = h[0] / scale
-            values = prepare(np.float64(steps[t]), *to_fixed_tuple(h[1:], OPTIONS))
+            scalars[t, 0] = h[SIGN] / scale
+            if clips:
+                squares = totals[rows[t, SEGMENT]] / scale / scale
+                scalars[t, 0] *= clip(squares, np.float64(h[LIMIT]), np.float64(h[LIMIT_EPS]))
+            inputs[:options] = h[OPTIONS:]
+            inputs[options:] = sums[1:, t]
+            values = scalars_of(np.float64(steps[t]), *to_fixed_tuple(inputs, INPUTS))
             for k in range(scalars.shape[1] - 1):
                 scalars[t, k + 1] = values[k]
 
 
-# a job: the next range to take, how many there are, then address and shape of the four tables
-_NEXT, _RANGES, _CUTS, _CHUNKS, _ROWS, _WIDTH, _SCALARS, _COLUMNS = range(8)
+# a job: the next range to take, how many there are, then address and shape of its tables
+_NEXT, _RANGES, _CUTS, _CHUNKS, _ROWS, _WIDTH, _SCALARS, _COLUMNS, _PARTIALS = range(9)
 
 
-def _update(job):
+def _sweep(job):
     """Take range after range and update the elements of its chunks, until none is left."""
-    j = carray(job, 8)
+    j = carray(job, 9)
     cuts = carray(_pointer(j[_CUTS], np.int64), j[_RANGES] + 1)
     places = carray(_pointer(j[_CHUNKS], np.int64), (cuts[j[_RANGES]], 2))
     rows = carray(_pointer(j[_ROWS], np.int64), (1 << 62, j[_WIDTH]))
-    scalars = carray(_pointer(j[_SCALARS], np.float64), (1 << 62, j[_COLUMNS]))
+    scalars = carray(_pointer(j[_SCALARS], EXACT), (1 << 62, j[_COLUMNS]))
     while True:
         r = _take(job)
         if r >= j[_RANGES]:
@@ -115,17 +150,25 @@ def _update(job):
             t, begin = places[c]
             end = min(begin + CHUNK, rows[t, NUMEL])
             roles = to_fixed_tuple(rows[t, POINTERS:], ROLES)
-            targets = roles[:1] + roles[2:]
             s = fill(to_fixed_tuple(scalars[t], SCALARS))
             full = begin + (end - begin) // LANES * LANES
+            sums = zeros()
             for i in range(begin, full, LANES):
-                x = load(roles, i, LANES)
-                x = x[:1] + (x[1] * s[0],) + x[2:]
-                store(targets, i, LANES, update(*(x + s[1:])))
+                x = update(*(scaled(load(roles, i, LANES), s[0]) + s[1:]))
+                store(roles, i, LANES, x)
+                sums = add(sums, x, LANES)
             if full < end:
-                x = load_tail(roles, full, end - full)
-                x = x[:1] + (x[1] * s[0],) + x[2:]
-                store_tail(targets, full, end - full, update(*(x + s[1:])))
+                x = update(*(scaled(load_tail(roles, full, end - full), s[0]) + s[1:]))
+                store_tail(roles, full, end - full, x)
+                sums = add_tail(sums, x, end - full)
+            put(j[_PARTIALS], c, sums)
+
+
+def _reduce(partials, firsts, sums):
+    """The sums of every tensor from those of its chunks."""
+    for k in range(sums.shape[0]):
+        for t in range(sums.shape[1]):
+            sums[k, t] = partials[firsts[t] : firsts[t + 1], k].sum()
 
 
 def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
@@ -136,46 +179,102 @@ def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
 
 
 @functools.cache
-def _prepare_kernel(rule: Callable, steps_dtype: np.dtype) -> Callable:
-    names = {"prepare": bind(rule, _NUMBERS, _inline), "OPTIONS": rule.__code__.co_argcount - 1}
-    bound = _bound(_prepare, names, rule.__name__)
-    table = nb.float64[:, ::1]
-    signature = nb.void(nb.int64[:, ::1], numba.from_dtype(steps_dtype)[::1], table, table, nb.float64)
+def _prepare_kernel(rule: Callable, inputs: int, steps: np.dtype, exact: np.dtype) -> Callable:
+    words = _NUMBERS if exact == np.float64 else _SINGLE
+    scalars_of, clip = bind(rule, words, _inline), bind(_scalars.clip, words, _inline)
+    names = {"scalars_of": scalars_of, "clip": clip, "INPUTS": inputs}
+    bound = _bound(_prepare, names, f"{rule.__name__}_{exact}")
+    number = numba.from_dtype(exact)
+    table, integers = number[:, ::1], nb.int64[:, ::1]
+    everyone = nb.Tuple((number[::1], nb.int64[::1]))
+    counts, switch = numba.from_dtype(steps)[::1], nb.boolean
+    signature = nb.void(integers, counts, table, table, everyone, table, nb.float64, switch, switch)
     return kept_on_disk(bound, lambda f, cache: _njit(signature, cache=cache)(f))
 
 
 @functools.cache
-def _update_kernel(rule: Callable, scalars: int, dtypes: tuple[torch.dtype, ...]) -> Any:
+def _sweep_kernel(a_pass: Any, roles: str, dtypes: tuple[torch.dtype, ...], exact: np.dtype) -> Any:
     compute = _vector.FLOATS[compute_dtype(dtypes)]
+    reads = [(roles.index(letter), dtypes[roles.index(letter)]) for letter in a_pass.reads]
+    writes = [(roles.index(letter), dtypes[roles.index(letter)]) for letter in a_pass.writes]
     names = {
-        "update": bind(rule, _VECTORS, _inline),
-        "load": _vector.loader(dtypes, compute, masked=False),
-        "load_tail": _vector.loader(dtypes, compute, masked=True),
-        "store": _vector.storer(dtypes[:1] + dtypes[2:], masked=False),
-        "store_tail": _vector.storer(dtypes[:1] + dtypes[2:], masked=True),
+        "update": bind(a_pass.update, _VECTORS, _inline),
+        "scaled": _scaled(a_pass),
         "fill": _vector.filler(compute),
+        "load": _vector.loader(reads, compute, masked=False),
+        "load_tail": _vector.loader(reads, compute, masked=True),
+        "store": _vector.storer(writes, masked=False),
+        "store_tail": _vector.storer(writes, masked=True),
+        "zeros": _vector.zeros(a_pass.sums),
+        "add": _vector.adder(len(writes), a_pass.sums, masked=False),
+        "add_tail": _vector.adder(len(writes), a_pass.sums, masked=True),
+        "put": _vector.putter(a_pass.sums),
         "ROLES": len(dtypes),
-        "SCALARS": 1 + scalars,
+        "SCALARS": 1 + a_pass.scalar_count,
+        "EXACT": exact.type,
     }
     stored = "_".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    bound = _bound(_update, names, f"{rule.__name__}_{stored}")
+    bound = _bound(_sweep, names, f"{a_pass.update.__name__}_{stored}_{exact}")
     signature = nb.void(nb.CPointer(nb.int64))
     return kept_on_disk(bound, lambda f, cache: numba.cfunc(signature, cache=cache, error_model="numpy")(f))
 
 
+def _scaled(a_pass: Any) -> Callable:
+    """What makes of the values read those the rule sees: the gradient is scaled."""
+    if a_pass.raw or "g" not in a_pass.reads:
+        return _inline(lambda x, scale: x)
+    at, after = a_pass.reads.index("g"), a_pass.reads.index("g") + 1
+    return _inline(lambda x, scale: x[:at] + (x[at] * scale,) + x[after:])
+
+
+@functools.cache
+def _reduce_kernel(exact: np.dtype) -> Callable:
+    number = numba.from_dtype(exact)
+    signature = nb.void(nb.float64[:, ::1], nb.int64[::1], number[:, ::1])
+    bound = _bound(_reduce, {}, str(exact))
+    return kept_on_disk(bound, lambda f, cache: _njit(signature, cache=cache)(f))
+
+
+class _Sweep:
+    """A pass over a table: a kernel and its job for every bucket, and the partial sums they leave."""
+
+    def __init__(self, table: Any, k: int) -> None:
+        rows, scalars = table.host_rows, table.scalars.numpy()
+        numels = np.concatenate([bucket.numels for bucket in table.buckets])
+        self._firsts = np.concatenate(([0], np.cumsum(-(-numels // CHUNK)))).astype(np.int64)
+        self._sums = table.sums.numpy()[table.columns(k)]
+        self._partials = np.zeros((self._firsts[-1], len(self._sums)))
+        self._reduce = _reduce_kernel(scalars.dtype)
+        self._jobs, self._tables, first = [], [], 0
+        for bucket in table.buckets:
+            a_pass = table.passes(bucket.rule)[k]
+            kernel = _sweep_kernel(a_pass, bucket.rule.roles, bucket.dtypes, scalars.dtype)
+            places, cuts = _ranges(bucket.numels)
+            places[:, 0] += first
+            partials = self._partials[self._firsts[first] :]
+            first += len(bucket.numels)
+            job = [0, len(cuts) - 1, cuts.ctypes.data, places.ctypes.data]
+            job += [rows.ctypes.data, rows.shape[1], scalars.ctypes.data, scalars.shape[1]]
+            self._jobs.append((kernel, np.array([*job, partials.ctypes.data], np.int64)))
+            # named here so that they live as long as the job that points to them
+            self._tables.append((cuts, places))
+
+    def __call__(self) -> None:
+        for kernel, job in self._jobs:
+            job[_NEXT] = 0
+            _run(kernel, job, min(torch.get_num_threads(), int(job[_RANGES])))
+        if len(self._sums):
+            self._reduce(self._partials, self._firsts, self._sums)
+
+
 def compile(table) -> None:
-    first = 0
-    rows, scalars = table.host_rows, table.scalars.numpy()
-    for bucket in table.buckets:
-        kernel = _update_kernel(bucket.rule.update, bucket.rule.scalar_count, bucket.dtypes)
-        places, cuts = _ranges(bucket.numels)
-        places[:, 0] += first
-        first += len(bucket.numels)
-        job = [0, len(cuts) - 1, cuts.ctypes.data, places.ctypes.data]
-        job += [rows.ctypes.data, rows.shape[1], scalars.ctypes.data, scalars.shape[1]]
-        # the tables are named here so that they live as long as the job that points to them
-        bucket.launch = kernel, np.array(job, np.int64), (cuts, places)
-    _prepare_kernel(table.rule.scalars, table.steps.numpy().dtype)
+    steps, scalars = table.steps.numpy(), table.scalars.numpy()
+    inputs = table.hyper.shape[1] - OPTIONS + table.rule.sums
+    kernel = _prepare_kernel(table.rule.scalars, inputs, steps.dtype, scalars.dtype)
+    everyone = tuple(t.numpy() for t in table.everyone)
+    tables = table.host_rows, steps, table.hyper.numpy(), table.sums.numpy(), everyone, scalars
+    table.prepare = functools.partial(kernel, *tables)
+    table.sweeps = {k: _Sweep(table, k) for k in table.used_passes}
 
 
 def _ranges(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -187,18 +286,19 @@ def _ranges(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack((tensors, starts), 1).astype(np.int64), np.array([0, *ends], np.int64)
 
 
-def step(table, amp) -> None:
-    # both live on the host already: reading them waits for nothing
-    if amp.found_inf is not None and float(amp.found_inf):
-        return
-    scale = 1.0 if amp.scale is None else float(amp.scale)
-    steps, scalars = table.steps.numpy(), table.scalars.numpy()
-    prepare = _prepare_kernel(table.rule.scalars, steps.dtype)
-    prepare(table.host_rows, steps, table.hyper.numpy(), scalars, scale)
-    for bucket in table.buckets:
-        kernel, job, _ = bucket.launch
-        job[_NEXT] = 0
-        _run(kernel, job, min(torch.get_num_threads(), int(job[_RANGES])))
+def _skipped(amp) -> bool:
+    # lives on the host already: reading it waits for nothing
+    return amp.found_inf is not None and bool(amp.found_inf)
+
+
+def prepare(table, amp, counts: bool) -> None:
+    if not _skipped(amp):
+        table.prepare(1.0 if amp.scale is None else float(amp.scale), counts, table.clips)
+
+
+def sweep(table, k: int, amp) -> None:
+    if not _skipped(amp):
+        table.sweeps[k]()
 
 
 def _run(kernel: Any, job: np.ndarray, threads: int) -> None:

@@ -7,8 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
+from .. import _scalars
 from .._rules import bind
-from . import compute_dtype
+from . import GROUP, LIVE, compute_dtype
 
 BY_ADDRESS = False
 
@@ -29,6 +30,7 @@ _VOCABULARY = {
     "maximum": torch.maximum,
     "sqrt": torch.sqrt,
     "power": torch.pow,
+    "cos": torch.cos,
 }
 _bound = functools.cache(lambda rule: bind(rule, _VOCABULARY))
 
@@ -42,31 +44,56 @@ def compile(table) -> None:
 
 
 @torch.no_grad()
-def step(table, amp) -> None:
-    rows = torch.from_numpy(table.host_rows[:, :2].copy()).to(table.device)
-    live, group = rows.unbind(1)
-    taken = live if amp.found_inf is None else live * (amp.found_inf == 0)
-    table.steps += taken.to(table.steps.dtype)
-    sign, *hyper = table.hyper[group].unbind(1)
-    scale = sign if amp.scale is None else sign / amp.scale
-    scalars = torch.stack((scale, *_bound(table.rule.scalars)(table.steps.to(scale.dtype), *hyper)), 1)
+def prepare(table, amp, counts: bool) -> None:
+    if counts:
+        live = table.rows[:, LIVE]
+        taken = live if amp.found_inf is None else live * (amp.found_inf == 0)
+        table.steps += taken.to(table.steps.dtype)
+    sign, limit, limit_eps, *options = table.hyper[table.rows[:, GROUP]].unbind(1)
+    gradient = sign if amp.scale is None else sign / amp.scale
+    if table.clips:
+        squares = _peers(table) if amp.scale is None else _peers(table) / amp.scale.square()
+        gradient = gradient * _bound(_scalars.clip)(squares, limit, limit_eps)
+    values = _bound(table.rule.scalars)(table.steps.to(sign.dtype), *options, *table.sums[1:])
+    values = [v if isinstance(v, Tensor) else torch.full_like(sign, v) for v in (gradient, *values)]
+    table.scalars = torch.stack(values, 1)
+
+
+def _peers(table) -> Tensor:
+    """For every row, the sum of squares over all rows it is clipped with."""
+    norms, segments = table.everyone
+    totals = {s: torch.where(segments == s, norms, 0).sum() for s in {*table.segments.tolist()}}
+    return torch.stack([totals[s] for s in table.segments.tolist()])
+
+
+@torch.no_grad()
+def sweep(table, k: int, amp) -> None:
     # numbers where the host has them: exactly what torch.optim computes with
-    on_host = type(scalars) is Tensor and scalars.is_cpu
-    entries = zip(table.entries, scalars.tolist() if on_host else scalars, strict=True)
-    for entry, row in entries:
-        if entry.param.grad is not None:
-            _update(entry, row, amp.found_inf)
+    on_host = type(table.scalars) is Tensor and table.scalars.is_cpu
+    rows = table.scalars.tolist() if on_host else table.scalars
+    table.sums[table.columns(k)] = 0
+    for i, (entry, scalars) in enumerate(zip(table.entries, rows, strict=True)):
+        terms = () if entry.param.grad is None else _update(entry, table.passes(entry.rule)[k], scalars, amp)
+        for sums, term in zip(table.sums[table.columns(k)], terms, strict=False):
+            sums[i] = term.to(sums.dtype).sum()
 
 
-def _update(entry, scalars: list[float] | Tensor, found_inf: Tensor | None) -> None:
+def _update(entry, a_pass, scalars: list[float] | Tensor, amp) -> tuple:
+    """Update one parameter; returns the terms to be summed over it."""
     dtype = compute_dtype(entry.dtypes)
     scale, *rest = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
-    targets = [_real(t) for t in (entry.param, *(entry.state[name] for name in entry.rule.states))]
-    p, *states = (t.to(dtype) for t in targets)
-    g = _real(entry.param.grad).to(dtype) * scale
-    results = _bound(entry.rule.update)(p, g, *states, *rest[: entry.rule.scalar_count])
-    for target, new in zip(targets, results, strict=True):
-        target.copy_(new if found_inf is None else torch.where(found_inf == 0, new, target))
+    stored = {"p": entry.param, "g": entry.param.grad}
+    stored |= {letter: entry.state[name] for letter, name in entry.rule.states.items()}
+    values = [_real(stored[letter]).to(dtype) for letter in a_pass.reads]
+    if "g" in a_pass.reads and not a_pass.raw:
+        i = a_pass.reads.index("g")
+        values[i] = values[i] * scale
+    results = _bound(a_pass.update)(*values, *rest[: a_pass.scalar_count])
+    written = len(a_pass.writes)
+    for letter, new in zip(a_pass.writes, results[:written], strict=True):
+        target = _real(stored[letter])
+        target.copy_(new if amp.found_inf is None else torch.where(amp.found_inf == 0, new, target))
+    return results[written:]
 
 
 def _real(t: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""The engine for GPUs: two launches of Triton kernels over the plan's tables of addresses.
+"""The engine for GPUs: two launches of Triton kernels over the plan's tables of addresses, or a few more.
 
 `_prepare` counts the steps and turns hyper-parameters into scalars, for all tensors of the table.
-`_update` then runs one program per chunk of a tensor, one launch per bucket, whatever the number of
+`_sweep` then runs one program per chunk of a tensor, one launch per bucket, whatever the number of
 tensors and groups. A program reads its row (addresses, size, scalars) and works through its tiles: full
-chunks of aligned tensors unmasked and vectorised, the rest masked. Nothing is read back to the host.
+chunks of aligned tensors unmasked and vectorised, the rest masked. If the pass measures something, every
+program leaves the sums over its chunk and `_reduce` adds them up for each tensor, in order. Nothing is
+read back to the host.
 
 The shape of a chunk was measured, not tuned at run time: an autotuner would run the update several times.
 """
@@ -19,8 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import _scalars
 from .._rules import bind
-from . import FULL, GROUP, LIVE, NUMEL, POINTERS, chunks
+from . import FULL, GROUP, LIMIT, LIMIT_EPS, LIVE, NUMEL, OPTIONS, POINTERS, SEGMENT, SIGN, chunks
 
 BY_ADDRESS = True
 # read once: every look at a knob of Triton's is a look at the environment
@@ -28,8 +31,10 @@ _INTERPRET = triton.knobs.runtime.interpret
 # the best for every mix of dtypes on an H200: benchmarks/MEASURED.md
 _BLOCK, _TILES, _WARPS = 256, 4, 2
 CHUNK = _BLOCK * _TILES
-# tensors for which one program prepares scalars
-_ROWS = 128
+# tensors for which one program prepares scalars, and how many others it looks at together
+_ROWS, _OTHERS = 128, 32
+# chunks that a program adds up at once
+_ADDED, _ADDING_WARPS = 4096, 8
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -37,7 +42,10 @@ _TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_LIVE, _GROUP, _NUMEL, _FULL, _POINTERS = map(tl.constexpr, (LIVE, GROUP, NUMEL, FULL, POINTERS))
+_LIVE, _GROUP, _SEGMENT, _NUMEL, _FULL, _POINTERS = map(
+    tl.constexpr, (LIVE, GROUP, SEGMENT, NUMEL, FULL, POINTERS)
+)
+_SIGN, _LIMIT, _LIMIT_EPS, _OPTIONS = map(tl.constexpr, (SIGN, LIMIT, LIMIT_EPS, OPTIONS))
 
 
 @triton.jit
@@ -73,7 +81,12 @@ def _maximum(a, b):
 
 @triton.jit
 def _power(base, exponent):
-    return tl.exp(exponent * tl.log(base))
+    return tl.exp(exponent.to(tl.float64) * tl.log(base.to(tl.float64))).to(base.dtype)
+
+
+@triton.jit
+def _cos(a):
+    return tl.cos(a)
 
 
 _VOCABULARY = {
@@ -84,6 +97,7 @@ _VOCABULARY = {
     "sqrt": _sqrt,
     "maximum": _maximum,
     "power": _power,
+    "cos": _cos,
 }
 _compiled = functools.cache(lambda rule: bind(rule, _VOCABULARY, triton.jit))
 
@@ -93,15 +107,23 @@ def _prepare(
     rows,
     steps,
     hyper,
+    sums,
+    norms,
+    segments,
     scalars,
     count,
+    everyone,
     scale,
     found_inf,
     RULE: tl.constexpr,
+    CLIP: tl.constexpr,
+    COUNTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    OPTIONS: tl.constexpr,
+    HYPER: tl.constexpr,
+    SUMS: tl.constexpr,
     SCALARS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = rows + t * WIDTH
@@ -109,27 +131,49 @@ def _prepare(
     if found_inf is not None:
         # one load per row: the interpreter cannot broadcast a truth value
         live = live & (tl.load(found_inf + t * 0) == 0)
-    step = tl.load(steps + t, live, other=0).to(scalars.dtype.element_ty) + 1
-    tl.store(steps + t, step, live)
-    h = hyper + tl.load(row + _GROUP, live, other=0) * (1 + OPTIONS)
-    sign = tl.load(h, live, other=1)
+    step = tl.load(steps + t, live, other=0).to(scalars.dtype.element_ty)
+    if COUNTS:
+        step += 1
+        tl.store(steps + t, step, live)
+    h = hyper + tl.load(row + _GROUP, live, other=0) * HYPER
+    gradient = tl.load(h + _SIGN, live, other=1)
     if scale is not None:
-        sign = sign / tl.load(scale)
+        gradient = gradient / tl.load(scale)
+    if CLIP is not None:
+        squares = _peers(tl.load(row + _SEGMENT, live, other=-1), norms, segments, everyone, OTHERS)
+        if scale is not None:
+            squares = squares / tl.load(scale) / tl.load(scale)
+        limit, eps = tl.load(h + _LIMIT, live, other=0), tl.load(h + _LIMIT_EPS, live, other=1)
+        gradient = gradient * CLIP(squares, limit, eps)
     out = scalars + t * SCALARS
-    tl.store(out, sign, live)
-    options = ()
-    for k in tl.static_range(OPTIONS):
-        options = options + (tl.load(h + 1 + k, live, other=0.5),)
-    values = RULE(step, *options)
+    tl.store(out, gradient, live)
+    inputs = ()
+    for k in tl.static_range(HYPER - _OPTIONS):
+        inputs = inputs + (tl.load(h + _OPTIONS + k, live, other=0.5),)
+    for k in tl.static_range(1, SUMS):
+        inputs = inputs + (tl.load(sums + k * count + t, live, other=0),)
+    values = RULE(step, *inputs)
     for k in tl.static_range(SCALARS - 1):
         tl.store(out + 1 + k, values[k], live)
 
 
 @triton.jit
-def _addresses(row, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
+def _peers(segment, norms, segments, everyone, OTHERS: tl.constexpr):
+    """For every row, the sum of squares over all rows it is clipped with."""
+    squares = tl.zeros(segment.shape, norms.dtype.element_ty)
+    for first in range(0, everyone, OTHERS):
+        o = first + tl.arange(0, OTHERS)
+        other = tl.load(segments + o, o < everyone, other=-2)
+        x = tl.load(norms + o, o < everyone, other=0)
+        squares += tl.sum(tl.where(segment[:, None] == other[None, :], x[None, :], 0), 1)
+    return squares
+
+
+@triton.jit
+def _addresses(row, ROLES: tl.constexpr, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
     addresses = ()
-    for role in tl.static_range(len(DTYPES)):
-        address = tl.load(row + _POINTERS + role).to(tl.pointer_type(DTYPES[role]))
+    for k in tl.static_range(len(ROLES)):
+        address = tl.load(row + _POINTERS + ROLES[k]).to(tl.pointer_type(DTYPES[ROLES[k]]))
         if ALIGNED:
             address = tl.multiple_of(address, 16)
         addresses = addresses + (address,)
@@ -138,43 +182,60 @@ def _addresses(row, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    addresses,
+    sources,
+    targets,
     s,
+    sums,
     start,
     numel,
     RULE: tl.constexpr,
+    GRADIENT: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Update TILES x BLOCK elements from `start`, only those below `numel` unless that is None."""
+    """Update TILES x BLOCK elements from `start`, only those below `numel` unless that is None; returns `sums`
+    with what is to be summed added.
+    """
     offsets = start + tl.arange(0, BLOCK)
-    ROLES: tl.constexpr = len(addresses)
+    READS: tl.constexpr = len(sources)
     # all loads first: enough of them in flight to cover the latency of memory
     loaded = ()
     for tile in tl.static_range(TILES):
         o = offsets + tile * BLOCK
-        for role in tl.static_range(ROLES):
-            loaded = loaded + (tl.load(addresses[role] + o, None if numel is None else o < numel),)
-    targets = addresses[:1] + addresses[2:]
+        for k in tl.static_range(READS):
+            loaded = loaded + (tl.load(sources[k] + o, None if numel is None else o < numel),)
     for tile in tl.static_range(TILES):
         o = offsets + tile * BLOCK
         x = ()
-        for role in tl.static_range(ROLES):
-            x = x + (loaded[tile * ROLES + role].to(COMPUTE),)
-        x = RULE(x[0], x[1] * s[0], *x[2:], *s[1:])
-        for k in tl.static_range(ROLES - 1):
+        for k in tl.static_range(READS):
+            value = loaded[tile * READS + k].to(COMPUTE)
+            x = x + (value * s[0] if k == GRADIENT else value,)
+        x = RULE(*x, *s[1:])
+        for k in tl.static_range(len(targets)):
             value = x[k].to(targets[k].dtype.element_ty)
             tl.store(targets[k] + o, value, None if numel is None else o < numel)
+        added = ()
+        for k in tl.static_range(len(sums)):
+            term = x[len(targets) + k]
+            # what lies beyond may be no number
+            added = added + (sums[k] + (term if numel is None else tl.where(o < numel, term, 0)),)
+        sums = added
+    return sums
 
 
 @triton.jit(do_not_specialize_on_alignment=["found_inf"])
-def _update(
+def _sweep(
     rows,
     scalars,
     places,
+    partials,
     found_inf,
     RULE: tl.constexpr,
+    READS: tl.constexpr,
+    WRITES: tl.constexpr,
+    SUMS: tl.constexpr,
+    GRADIENT: tl.constexpr,
     DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -186,20 +247,46 @@ def _update(
     if found_inf is not None:  # noqa: SIM102  (known when compiling, unlike the next condition)
         if tl.load(found_inf) != 0:
             return
-    place = places + tl.program_id(0).to(tl.int64) * 2
-    t = tl.load(place)
-    start = tl.load(place + 1).to(tl.int64) * (BLOCK * TILES)
+    chunk = tl.program_id(0).to(tl.int64)
+    t = tl.load(places + chunk * 2)
+    start = tl.load(places + chunk * 2 + 1).to(tl.int64) * (BLOCK * TILES)
     row = rows + t * WIDTH
     s = ()
     for k in tl.static_range(SCALARS):
         s = s + (tl.load(scalars + t * COLUMNS + k).to(COMPUTE),)
+    sums = ()
+    for _ in tl.static_range(SUMS):
+        sums = sums + (tl.zeros([BLOCK], COMPUTE),)
     if start < tl.load(row + _FULL):
-        _tiles(_addresses(row, DTYPES, True), s, start, None, RULE, COMPUTE, BLOCK, TILES)
+        sources, targets = _addresses(row, READS, DTYPES, True), _addresses(row, WRITES, DTYPES, True)
+        _put(_tiles(sources, targets, s, sums, start, None, RULE, GRADIENT, COMPUTE, BLOCK, TILES), partials)
     else:
-        addresses, numel = _addresses(row, DTYPES, False), tl.load(row + _NUMEL)
+        sources, targets = _addresses(row, READS, DTYPES, False), _addresses(row, WRITES, DTYPES, False)
+        numel = tl.load(row + _NUMEL)
         # one tile at a time: this path is rare, and must not cost the other one registers
         for first in range(start, tl.minimum(start + BLOCK * TILES, numel), BLOCK):
-            _tiles(addresses, s, first, numel, RULE, COMPUTE, BLOCK, 1)
+            sums = _tiles(sources, targets, s, sums, first, numel, RULE, GRADIENT, COMPUTE, BLOCK, 1)
+        _put(sums, partials)
+
+
+@triton.jit
+def _put(sums, partials):
+    SUMS: tl.constexpr = len(sums)
+    for k in tl.static_range(SUMS):
+        tl.store(partials + tl.program_id(0).to(tl.int64) * SUMS + k, tl.sum(sums[k]))
+
+
+@triton.jit
+def _reduce(partials, firsts, sums, count, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of a tensor from those of its chunks."""
+    t = tl.program_id(0)
+    end = tl.load(firsts + t + 1)
+    for k in tl.static_range(SUMS):
+        total = tl.zeros([BLOCK], sums.dtype.element_ty)
+        for first in range(tl.load(firsts + t), end, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            total += tl.load(partials + c * SUMS + k, c < end, other=0)
+        tl.store(sums + k * count + t, tl.sum(total))
 
 
 def unavailable(device_type: str) -> str | None:
@@ -221,25 +308,54 @@ def _probe(x):
 
 def compile(table) -> None:
     count, width = table.rows.shape
-    columns = table.scalars.shape[1]
-    constants = _compiled(table.rule.scalars), width, table.hyper.shape[1] - 1, columns, _ROWS
-    tables = table.rows, table.steps, table.hyper, table.scalars, count
-    table.launch = _Launch(_prepare, triton.cdiv(count, _ROWS), tables, constants, {})
-    first = 0
+    tables = table.rows, table.steps, table.hyper, table.sums, *table.everyone, table.scalars
+    tables += count, len(table.everyone[0])
+    clip = _compiled(_scalars.clip) if table.clips else None
+    constants = width, table.hyper.shape[1], len(table.sums), table.scalars.shape[1], _ROWS, _OTHERS
     with _on(table.device):
-        table.launch.ready(None, None)
+        table.prepares = {}
+        for counts in {table.counts, table.counts and len(table.rule.passes) == 1}:
+            rule = _compiled(table.rule.scalars), clip, counts
+            programs = triton.cdiv(count, _ROWS)
+            table.prepares[counts] = _Launch(_prepare, programs, tables, 2, rule + constants, {})
+        table.sweeps = {k: _Sweep(table, k) for k in table.used_passes}
+
+
+class _Sweep:
+    """A pass over a table: one launch per bucket, and one that adds up what they summed."""
+
+    def __init__(self, table: Any, k: int) -> None:
+        exact, sums = table.sums.dtype, table.sums[table.columns(k)]
+        tensors, within = chunks(np.concatenate([bucket.numels for bucket in table.buckets]), CHUNK)
+        firsts = np.searchsorted(tensors, np.arange(len(table.entries) + 1)).astype(np.int64)
+        places = torch.from_numpy(np.stack((tensors, within), 1).astype(np.int32)).to(table.device)
+        partials = torch.empty(len(tensors), len(sums), dtype=exact, device=table.device)
+        self._launches, first = [], 0
         for bucket in table.buckets:
-            tensors, within = chunks(bucket.numels, CHUNK)
-            places = np.stack((tensors + first, within), 1).astype(np.int32)
-            places = torch.from_numpy(places).to(table.device)
+            a_pass, roles = table.passes(bucket.rule)[k], bucket.rule.roles
+            begin, end = firsts[first], firsts[first + len(bucket.numels)]
             first += len(bucket.numels)
-            dtypes = tuple(_TYPES[dtype] for dtype in bucket.dtypes)
-            constants = _compiled(bucket.rule.update), dtypes, _TYPES[bucket.compute_dtype]
-            constants += width, columns, 1 + bucket.rule.scalar_count, _BLOCK, _TILES
+            constants = (
+                _compiled(a_pass.update),
+                *(tuple(map(roles.index, letters)) for letters in (a_pass.reads, a_pass.writes)),
+            )
+            constants += a_pass.sums, -1 if a_pass.raw else a_pass.reads.find("g")
+            constants += tuple(_TYPES[dtype] for dtype in bucket.dtypes), _TYPES[bucket.compute_dtype]
+            constants += table.rows.shape[1], table.scalars.shape[1], 1 + a_pass.scalar_count, _BLOCK, _TILES
+            tables = table.rows, table.scalars, places[begin:end], partials[begin:end]
             options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-            tables = table.rows, table.scalars, places
-            bucket.launch = _Launch(_update, len(places), tables, constants, options)
-            bucket.launch.ready(None)
+            self._launches.append(_Launch(_sweep, int(end - begin), tables, 1, constants, options))
+        self._reduce = None
+        if len(sums):
+            tables = partials, torch.from_numpy(firsts).to(table.device), sums, len(table.entries)
+            options = {"num_warps": _ADDING_WARPS}
+            self._reduce = _Launch(_reduce, len(table.entries), tables, 0, (len(sums), _ADDED), options)
+
+    def __call__(self, found_inf: torch.Tensor | None) -> None:
+        for launch in self._launches:
+            launch(found_inf)
+        if self._reduce is not None:
+            self._reduce()
 
 
 class _Launch:
@@ -248,10 +364,14 @@ class _Launch:
     A compiled kernel is launched directly: Triton's own look-up costs 13 us more for the same arguments.
     """
 
-    def __init__(self, kernel: Any, programs: int, tables: tuple, constants: tuple, options: dict) -> None:
+    def __init__(
+        self, kernel: Any, programs: int, tables: tuple, optional: int, constants: tuple, options: dict
+    ) -> None:
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._tables, self._constants, self._options = tables, constants, options
         self._compiled: dict[tuple, Any] = {}
+        # compiled now, so that nothing can fail once something has been written
+        self.ready(*[None] * optional)
 
     def ready(self, *optional: torch.Tensor | None) -> Any:
         """The compiled kernel for these, not yet launched."""
@@ -279,8 +399,11 @@ def _on(device: torch.device) -> Any:
     return torch.accelerator.device_index(device.index)
 
 
-def step(table, amp) -> None:
+def prepare(table, amp, counts: bool) -> None:
     with _on(table.device):
-        table.launch(amp.scale, amp.found_inf)
-        for bucket in table.buckets:
-            bucket.launch(amp.found_inf)
+        table.prepares[counts](amp.scale, amp.found_inf)
+
+
+def sweep(table, k: int, amp) -> None:
+    with _on(table.device):
+        table.sweeps[k](amp.found_inf)

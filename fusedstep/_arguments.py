@@ -1,0 +1,62 @@
+"""What a constructor accepts. Of torch.optim's classes the errors are torch.optim's, word for word: handlers
+and tests out there depend on them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ._scalars import SCHEDULES
+
+
+def check_lr(lr: float | Tensor) -> None:
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+
+
+def check_adam(lr: float | Tensor, betas: tuple, eps: float, weight_decay: float) -> None:
+    check_lr(lr)
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas}; two are needed")
+    for i, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{i}] must be 1-element")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if len({isinstance(beta, Tensor) for beta in betas}) != 1:
+        raise ValueError("betas must be either both floats or both Tensors")
+
+
+def check_tensors_allowed(options: dict[str, Any]) -> None:
+    # torch's restriction, not ours: code that relies on the error must keep working
+    if options["foreach"] and not options["capturable"]:
+        for name, value in (
+            ("lr", options["lr"]),
+            *((f"betas[{i}]", b) for i, b in enumerate(options["betas"])),
+        ):
+            if isinstance(value, Tensor):
+                raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")
+
+
+def check_schedule(schedule: str, warmup: float, t_total: float) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"Invalid schedule: {schedule!r}; use one of {SCHEDULES}")
+    if not 0.0 <= warmup < 1.0 and warmup != -1:
+        raise ValueError(f"Invalid warmup: {warmup}; use a fraction in [0, 1), or -1")
+    if not t_total > 0 and t_total != -1:
+        raise ValueError(f"Invalid t_total: {t_total}; use the number of all steps, or -1 for no schedule")
+
+
+def check_trust(bounds: tuple[float, float], max_weight_norm: float) -> None:
+    if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"Invalid trust_bounds: {bounds}; use the smallest and the largest ratio, not below 0")
+    if not max_weight_norm > 0:
+        raise ValueError(f"Invalid max_weight_norm: {max_weight_norm}; use a positive number")
