@@ -66,12 +66,18 @@ class Rule(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the user chose for the whole optimizer."""
+    """What holds for everything an optimizer steps.
+
+    Scalars are computed in `exact`: float64, so that bias corrections hold at any step. `counts` says whether
+    a step is counted before it is taken.
+    """
 
     owner: str
     engine: str | None = None
     state_dtype: torch.dtype | None = None
     clip_scope: str = "global"
+    exact: torch.dtype = torch.float64
+    counts: bool = True
 
 
 class Known(NamedTuple):
@@ -99,6 +105,8 @@ class Entry:
     device: torch.device
     # of every role, where an engine works by address
     strides: tuple[int, ...] = ()
+    # the gradient, where it is not the parameter's own
+    given: Tensor | None = None
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
@@ -106,6 +114,10 @@ class Entry:
     all_steps: Tensor = field(init=False)
     # entries with equal ones are clipped together
     segment: int = 0
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.param.grad if self.given is None else self.given
 
     @property
     def bucket(self) -> tuple:
@@ -147,7 +159,7 @@ class Entry:
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""
         p = self.param if self.param_copy is None else self.param_copy
-        g = self.param.grad if self.grad_copy is None else self.grad_copy
+        g = cast(Tensor, self.grad) if self.grad_copy is None else self.grad_copy
         return [t.data_ptr() for t in (p, g, *(self.state[name] for name in self.rule.states.values()))]
 
     def commit(self, known: Known) -> None:
@@ -166,7 +178,7 @@ class Entry:
         if self.param_copy is not None:
             self.param_copy.copy_(self.param)
         if self.grad_copy is not None:
-            self.grad_copy.copy_(cast(Tensor, self.param.grad))
+            self.grad_copy.copy_(cast(Tensor, self.grad))
 
     @torch.no_grad()
     def copy_out(self) -> None:
@@ -179,9 +191,11 @@ def real(t: Tensor) -> torch.dtype:
     return t.dtype.to_real() if t.is_complex() else t.dtype
 
 
-def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settings) -> Entry:
+def make_entry(
+    p: Tensor, rule: Rule, group: int, known: Known, settings: Settings, given: Tensor | None = None
+) -> Entry:
     """Check a parameter and its gradient, choose its engine, allocate what it lacks. Writes nothing."""
-    g: Any = p.grad
+    g: Any = p.grad if given is None else given
     state = known.state.get(p, {})
     _check(p, g, settings.owner)
     names = tuple(rule.states.values())
@@ -217,6 +231,7 @@ def make_entry(p: Tensor, rule: Rule, group: int, known: Known, settings: Settin
         step=stepped,
         device=p.device,
         strides=strides,
+        given=given,
     )
     if engine.BY_ADDRESS:
         if not lies_like(p, strides):

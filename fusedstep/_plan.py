@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
 from . import _scan
-from ._entry import MEASURE, Entry, Known, Pass, Rule, make_entry
+from ._entry import MEASURE, Entry, Known, Pass, Rule, Settings, make_entry
 from ._layout import numel
 from .engines import FULL, GROUP, LIMIT, LIVE, NUMEL, OPTIONS, POINTERS, SEGMENT, compute_dtype
 
@@ -63,7 +63,7 @@ class Bucket:
 
     def survey(self) -> bool:
         """Look at every entry in Python; False if one is no longer what it was built as."""
-        grads = [entry.param.grad for entry in self.entries]
+        grads = [entry.grad for entry in self.entries]
         if not all(g is None or entry.fits(g) for entry, g in zip(self.entries, grads, strict=True)):
             return False
         live = [entry for entry, g in zip(self.entries, grads, strict=True) if g is not None]
@@ -75,13 +75,13 @@ class Bucket:
         self.staged = [entry for entry in live if entry.staged]
         self._scan = None
         if self.engine.BY_ADDRESS:
-            self._live = np.flatnonzero(self.rows[:, LIVE]) if absent else slice(None)
+            self.live = np.flatnonzero(self.rows[:, LIVE]) if absent else slice(None)
             self.rows[:, NUMEL] = np.where(self.rows[:, LIVE], self.numels, 0)
             self.rows[:, FULL] = 0
-            self._full = self.numels[self._live] // self.engine.CHUNK * self.engine.CHUNK
+            self._full = self.numels[self.live] // self.engine.CHUNK * self.engine.CHUNK
             addresses = np.array([entry.addresses() for entry in live], np.int64)
-            self._write_addresses(addresses.reshape(len(live), len(self.rule.roles)))
-            if _scan.API is not None and live and not self.staged and _scan.Entries.can_read(live):
+            self.write_addresses(addresses.reshape(len(live), len(self.rule.roles)))
+            if not self.staged and _scan.Entries.can_read(live):
                 self._scan = _scan.Entries(live, [*self.rule.states.values()], absent)
         return True
 
@@ -89,25 +89,22 @@ class Bucket:
         """Bring the rows up to date with where everything is now; False if the plan must be built anew."""
         verdict = _scan.UNSURE if self._scan is None else self._scan.look()
         if verdict == _scan.MOVED:
-            self._write_addresses(self._scan.addresses)
+            self.write_addresses(self._scan.addresses)
         return verdict != _scan.UNSURE or self.survey()
 
-    def _write_addresses(self, addresses: np.ndarray) -> None:
+    def write_addresses(self, addresses: np.ndarray) -> None:
         # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
         misaligned = np.bitwise_or.reduce(addresses, axis=1) & 15
-        self.rows[self._live, FULL] = np.where(misaligned, 0, self._full)
-        self.rows[self._live, POINTERS : POINTERS + len(self.rule.roles)] = addresses
+        self.rows[self.live, FULL] = np.where(misaligned, 0, self._full)
+        self.rows[self.live, POINTERS : POINTERS + len(self.rule.roles)] = addresses
         self.rows_changed = True
 
 
 class Table:
     """Step counts, hyper-parameters, scalars, sums and addresses of what one engine steps on one device."""
 
-    # whether a step is counted before it is taken
-    counts = True
-
-    def __init__(self, engine: ModuleType, entries: list[Entry], hyper: np.ndarray, exact: torch.dtype) -> None:
-        self.engine, self.device = engine, entries[0].param.device
+    def __init__(self, engine: ModuleType, entries: list[Entry], hyper: np.ndarray, settings: Settings) -> None:
+        self.engine, self.device, self.counts = engine, entries[0].param.device, settings.counts
         # all rules of an optimizer share their scalars and the number of their passes and sums
         self.rule = entries[0].rule
         self.clips = bool((hyper[:, LIMIT] > 0).any())
@@ -118,7 +115,7 @@ class Table:
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
         self.host_rows[:, SEGMENT] = [entry.segment for entry in self.entries]
         # mps has no float64
-        exact = torch.float32 if self.device.type == "mps" else exact
+        exact = torch.float32 if self.device.type == "mps" else settings.exact
         scalars = max(p.scalar_count for entry in entries for p in entry.rule.passes)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
         self.scalars = torch.zeros(len(entries), 1 + scalars, dtype=exact, device=self.device)
@@ -171,7 +168,7 @@ class Table:
         """Bring to the device what a step needs."""
         # on the host they are the same memory
         if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
-            _upload(self.host_rows, self.rows)
+            upload(self.host_rows, self.rows)
             for bucket in self.buckets:
                 bucket.rows_changed = False
         for bucket in self.buckets:
@@ -181,7 +178,7 @@ class Table:
     def update(self, amp: Amp) -> None:
         """Update everything live, in place."""
         for k in range(1, 1 + len(self.rule.passes)):
-            self.engine.prepare(self, amp, self.counts and k == 1)
+            self.engine.prepare(self, amp, first=k == 1)
             self.engine.sweep(self, k, amp)
         for bucket in self.buckets:
             for entry in bucket.staged:
@@ -199,15 +196,15 @@ CLIP_SCOPES: dict[str, Callable[[Entry], Any]] = {
 }
 
 
-def make_tables(entries: list[Entry], hyper: np.ndarray, clip_scope: str, exact: torch.dtype) -> list[Table]:
-    """Tables of these entries, ready to be stepped. `exact` is what scalars are computed in."""
-    keys = [*map(CLIP_SCOPES[clip_scope], entries)]
+def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> list[Table]:
+    """Tables of these entries, ready to be stepped."""
+    keys = [*map(CLIP_SCOPES[settings.clip_scope], entries)]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     by_table: dict[tuple, list[Entry]] = {}
     for entry, key in zip(entries, keys, strict=True):
         entry.segment = numbers[key]
         by_table.setdefault((entry.engine, entry.device), []).append(entry)
-    tables = [Table(engine, members, hyper, exact) for (engine, _), members in by_table.items()]
+    tables = [Table(engine, members, hyper, settings) for (engine, _), members in by_table.items()]
     for table in tables:
         if len(tables) > 1:
             segments = torch.from_numpy(np.concatenate([other.segments for other in tables]))
@@ -239,8 +236,8 @@ def _exchange(tables: list[Table]) -> None:
         torch.cat(parts, out=table.everyone[0])
 
 
-def _upload(host: np.ndarray, device: Tensor) -> None:
-    source = torch.from_numpy(host)
+def upload(host: np.ndarray, device: Tensor) -> None:
+    source = torch.from_numpy(host).to(device.dtype)
     if device.is_cuda:
         # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
         source = source.pin_memory()
@@ -288,8 +285,7 @@ class Plan:
                     self._pending.append(p)
                 else:
                     entries.append(make_entry(p, rule, i, known, optimizer.settings))
-        # float64 so that bias corrections hold at any step
-        self.tables = make_tables(entries, self._hyper, optimizer.settings.clip_scope, torch.float64)
+        self.tables = make_tables(entries, self._hyper, optimizer.settings)
 
         # everything is allocated and compiled
         for entry in entries:
@@ -344,7 +340,7 @@ class Plan:
             return False
         if not np.array_equal(before[0], self._hyper) or before[1] != [cell[:2] for cell in self._cells]:
             for table in self.tables:
-                _upload(self._hyper, table.hyper)
+                upload(self._hyper, table.hyper)
         self._copy_cells()
         return True
 

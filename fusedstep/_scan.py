@@ -31,9 +31,9 @@ SAME, MOVED, UNSURE = range(3)
 # what the compiled loops are handed in one array: addresses of C functions and Python objects, offsets
 _FUNCTIONS = ("PyObject_GetAttr", "PyDict_GetItemWithError", "PyDict_Next", "PyErr_Clear", "Py_DecRef")
 GET_ATTR, GET_ITEM, NEXT, CLEAR, DEC_REF, DATA_PTR = range(6)
-_OBJECTS = ("grad", "params", "step", None, Tensor)
-GRAD, PARAMS, STEP, NONE, TENSOR = range(6, 11)
-IMPL, SHAPE, KEYS = range(11, 14)
+_OBJECTS = ("grad", "params", "step", None, Tensor, torch.nn.Parameter)
+GRAD, PARAMS, STEP, NONE, TENSOR, PARAMETER = range(6, 12)
+IMPL, SHAPE, KEYS = range(12, 15)
 
 # columns of what is remembered of a parameter
 PARAM, STATE, COUNT = range(3)
@@ -135,7 +135,11 @@ class Entries:
 
     @staticmethod
     def can_read(entries: Sequence[Entry]) -> bool:
-        return all(e.param.dim() <= MOST_DIMS and isinstance(e.state, dict) for e in entries)
+        if API is None or not entries:
+            return False
+        dicts = all(e.param.dim() <= MOST_DIMS and isinstance(e.state, dict) for e in entries)
+        # a gradient that is not its parameter's is looked at by whoever hands it over
+        return dicts and all(e.given is None for e in entries)
 
     def look(self) -> int:
         """SAME, MOVED if only gradients lie elsewhere (`addresses` then says where), else UNSURE.
@@ -146,3 +150,25 @@ class Entries:
 
         facts = self._facts, self._tensors, self._names, self._counts, self._absent
         return scan_entries(API, *facts, self.addresses)
+
+
+class Lists:
+    """Lists of tensors as they were, the n-th of each belonging together, and where."""
+
+    def __init__(self, lists: Sequence[list[Tensor]]) -> None:
+        from ._scan_kernels import read_tensors
+
+        together = [*zip(*lists, strict=True)]
+        self._tensors = read_tensors(API, np.array([[*map(id, roles)] for roles in together], np.int64))
+        self.addresses = np.array([[t.data_ptr() for t in roles] for roles in together], np.int64)
+
+    @staticmethod
+    def can_read(lists: Sequence[list[Tensor]]) -> bool:
+        some = API is not None and len(lists[0]) > 0
+        return some and all(t.dim() <= MOST_DIMS for tensors in lists for t in tensors)
+
+    def look(self, lists: Sequence[list[Tensor]]) -> int:
+        """SAME, MOVED if tensors only lie elsewhere (`addresses` then says where), else UNSURE."""
+        from ._scan_kernels import scan_lists
+
+        return scan_lists(API, _ids(lists), self._tensors, self.addresses)

@@ -24,6 +24,7 @@ from ._scan import (
     NEXT,
     NONE,
     PARAM,
+    PARAMETER,
     PARAMS,
     SAME,
     SHAPE,
@@ -189,3 +190,24 @@ def scan_groups(api, groups, state, facts, values, params, options, states, abse
             return False
         count += 1
     return count == len(states)
+
+
+@_compiled
+def scan_lists(api, lists, tensors, addresses):
+    verdict = SAME
+    for k in range(len(lists)):
+        if _word(lists[k] + _SIZE) != len(tensors):
+            return UNSURE
+        items = _word(lists[k] + _ITEMS)
+        for i in range(len(tensors)):
+            tensor = _word(items + 8 * i)
+            kind = _word(tensor + _TYPE)
+            if kind != api[TENSOR] and kind != api[PARAMETER]:
+                return UNSURE
+            if not _is_still(api, tensor, tensors, i, k):
+                return UNSURE
+            address = _call(api[DATA_PTR], (tensor,))
+            if address != addresses[i, k]:
+                addresses[i, k] = address
+                verdict = MOVED
+    return verdict

@@ -32,8 +32,8 @@ _SGD = Rule(_scalars.sgd, (Pass(_rules.sgd, "pg", "p"),), {}, saves_step=False)
 _MOMENTUM = Rule(
     _scalars.sgd, (Pass(_rules.momentum, "pgb", "pb"),), {"b": "momentum_buffer"}, saves_step=False
 )
-_ADAM = Rule(_scalars.adam, (Pass(_rules.adam, "pgmv", "pmv"),), _MOMENTS)
-_AMSGRAD = Rule(_scalars.adam, (Pass(_rules.amsgrad, "pgmvw", "pmvw"),), {**_MOMENTS, "w": "max_exp_avg_sq"})
+ADAM = Rule(_scalars.adam, (Pass(_rules.adam, "pgmv", "pmv"),), _MOMENTS)
+AMSGRAD = Rule(_scalars.adam, (Pass(_rules.amsgrad, "pgmvw", "pmvw"),), {**_MOMENTS, "w": "max_exp_avg_sq"})
 _BERT_ADAM = Rule(_scalars.bert_adam, (Pass(_rules.bert_adam, "pgmv", "pmv"),), _MOMENTS)
 _LAMB = Rule(
     _scalars.lamb,
@@ -115,7 +115,7 @@ class _AdamFamily(Optimizer):
         super().__init__({**arguments, "betas": tuple(map(_to_scalar, arguments["betas"]))})
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return _AMSGRAD if group["amsgrad"] else _ADAM
+        return AMSGRAD if group["amsgrad"] else ADAM
 
 
 class Adam(_AdamFamily):

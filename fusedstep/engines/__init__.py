@@ -4,8 +4,8 @@ BY_ADDRESS             whether it works on addresses (dense, plain tensors) or o
 unavailable(device)    why it cannot run on this type of device; None if it can
 CHUNK                  if so, how many elements one unit of its work covers
 compile(table)         make ready to launch; may raise, nothing has been written yet
-prepare(table, amp, counts)
-                       the scalars of every live row, from what was summed so far; may count the step
+prepare(table, amp, first)
+                       the scalars of every live row, from what was summed so far; the first one counts the step
 sweep(table, k, amp)   pass `k` over every live row, in place, its sums into the table; 0 measures gradients
 """
 

@@ -291,9 +291,10 @@ def _skipped(amp) -> bool:
     return amp.found_inf is not None and bool(amp.found_inf)
 
 
-def prepare(table, amp, counts: bool) -> None:
+def prepare(table, amp, first: bool) -> None:
     if not _skipped(amp):
-        table.prepare(1.0 if amp.scale is None else float(amp.scale), counts, table.clips)
+        scale = 1.0 if amp.scale is None else float(amp.scale)
+        table.prepare(scale, first and table.counts, table.clips)
 
 
 def sweep(table, k: int, amp) -> None:

@@ -44,8 +44,8 @@ def compile(table) -> None:
 
 
 @torch.no_grad()
-def prepare(table, amp, counts: bool) -> None:
-    if counts:
+def prepare(table, amp, first: bool) -> None:
+    if first and table.counts:
         live = table.rows[:, LIVE]
         taken = live if amp.found_inf is None else live * (amp.found_inf == 0)
         table.steps += taken.to(table.steps.dtype)
@@ -73,7 +73,7 @@ def sweep(table, k: int, amp) -> None:
     rows = table.scalars.tolist() if on_host else table.scalars
     table.sums[table.columns(k)] = 0
     for i, (entry, scalars) in enumerate(zip(table.entries, rows, strict=True)):
-        terms = () if entry.param.grad is None else _update(entry, table.passes(entry.rule)[k], scalars, amp)
+        terms = () if entry.grad is None else _update(entry, table.passes(entry.rule)[k], scalars, amp)
         for sums, term in zip(table.sums[table.columns(k)], terms, strict=False):
             sums[i] = term.to(sums.dtype).sum()
 
@@ -82,7 +82,7 @@ def _update(entry, a_pass, scalars: list[float] | Tensor, amp) -> tuple:
     """Update one parameter; returns the terms to be summed over it."""
     dtype = compute_dtype(entry.dtypes)
     scale, *rest = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
-    stored = {"p": entry.param, "g": entry.param.grad}
+    stored = {"p": entry.param, "g": entry.grad}
     stored |= {letter: entry.state[name] for letter, name in entry.rule.states.items()}
     values = [_real(stored[letter]).to(dtype) for letter in a_pass.reads]
     if "g" in a_pass.reads and not a_pass.raw:

@@ -32,9 +32,9 @@ _INTERPRET = triton.knobs.runtime.interpret
 _BLOCK, _TILES, _WARPS = 256, 4, 2
 CHUNK = _BLOCK * _TILES
 # tensors for which one program prepares scalars, and how many others it looks at together
-_ROWS, _OTHERS = 128, 32
+_ROWS, _OTHERS = 32, 256
 # chunks that a program adds up at once
-_ADDED, _ADDING_WARPS = 4096, 8
+_ADDED, _ADDING_WARPS = 4096, 16
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -118,6 +118,7 @@ def _prepare(
     RULE: tl.constexpr,
     CLIP: tl.constexpr,
     COUNTS: tl.constexpr,
+    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     HYPER: tl.constexpr,
     SUMS: tl.constexpr,
@@ -136,17 +137,18 @@ def _prepare(
         step += 1
         tl.store(steps + t, step, live)
     h = hyper + tl.load(row + _GROUP, live, other=0) * HYPER
-    gradient = tl.load(h + _SIGN, live, other=1)
-    if scale is not None:
-        gradient = gradient / tl.load(scale)
-    if CLIP is not None:
-        squares = _peers(tl.load(row + _SEGMENT, live, other=-1), norms, segments, everyone, OTHERS)
-        if scale is not None:
-            squares = squares / tl.load(scale) / tl.load(scale)
-        limit, eps = tl.load(h + _LIMIT, live, other=0), tl.load(h + _LIMIT_EPS, live, other=1)
-        gradient = gradient * CLIP(squares, limit, eps)
     out = scalars + t * SCALARS
-    tl.store(out, gradient, live)
+    if FIRST:
+        gradient = tl.load(h + _SIGN, live, other=1)
+        if scale is not None:
+            gradient = gradient / tl.load(scale)
+        if CLIP is not None:
+            squares = _peers(tl.load(row + _SEGMENT, live, other=-1), norms, segments, everyone, OTHERS)
+            if scale is not None:
+                squares = squares / tl.load(scale) / tl.load(scale)
+            limit, eps = tl.load(h + _LIMIT, live, other=0), tl.load(h + _LIMIT_EPS, live, other=1)
+            gradient = gradient * CLIP(squares, limit, eps)
+        tl.store(out, gradient, live)
     inputs = ()
     for k in tl.static_range(HYPER - _OPTIONS):
         inputs = inputs + (tl.load(h + _OPTIONS + k, live, other=0.5),)
@@ -279,14 +281,13 @@ def _put(sums, partials):
 @triton.jit
 def _reduce(partials, firsts, sums, count, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     """The sums of a tensor from those of its chunks."""
-    t = tl.program_id(0)
+    t, k = tl.program_id(0), tl.arange(0, SUMS)
     end = tl.load(firsts + t + 1)
-    for k in tl.static_range(SUMS):
-        total = tl.zeros([BLOCK], sums.dtype.element_ty)
-        for first in range(tl.load(firsts + t), end, BLOCK):
-            c = first + tl.arange(0, BLOCK)
-            total += tl.load(partials + c * SUMS + k, c < end, other=0)
-        tl.store(sums + k * count + t, tl.sum(total))
+    total = tl.zeros([BLOCK, SUMS], sums.dtype.element_ty)
+    for first in range(tl.load(firsts + t), end, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        total += tl.load(partials + c[:, None] * SUMS + k[None, :], c[:, None] < end, other=0)
+    tl.store(sums + k * count + t, tl.sum(total, 0))
 
 
 def unavailable(device_type: str) -> str | None:
@@ -314,10 +315,10 @@ def compile(table) -> None:
     constants = width, table.hyper.shape[1], len(table.sums), table.scalars.shape[1], _ROWS, _OTHERS
     with _on(table.device):
         table.prepares = {}
-        for counts in {table.counts, table.counts and len(table.rule.passes) == 1}:
-            rule = _compiled(table.rule.scalars), clip, counts
+        for first in {True, len(table.rule.passes) == 1}:
+            rule = _compiled(table.rule.scalars), clip, first and table.counts, first
             programs = triton.cdiv(count, _ROWS)
-            table.prepares[counts] = _Launch(_prepare, programs, tables, 2, rule + constants, {})
+            table.prepares[first] = _Launch(_prepare, programs, tables, 2, rule + constants, {})
         table.sweeps = {k: _Sweep(table, k) for k in table.used_passes}
 
 
@@ -325,11 +326,13 @@ class _Sweep:
     """A pass over a table: one launch per bucket, and one that adds up what they summed."""
 
     def __init__(self, table: Any, k: int) -> None:
-        exact, sums = table.sums.dtype, table.sums[table.columns(k)]
+        sums = table.sums[table.columns(k)]
+        # a chunk is small enough to be summed in what it is computed in
+        dtype = max((bucket.compute_dtype for bucket in table.buckets), key=lambda dtype: dtype.itemsize)
         tensors, within = chunks(np.concatenate([bucket.numels for bucket in table.buckets]), CHUNK)
         firsts = np.searchsorted(tensors, np.arange(len(table.entries) + 1)).astype(np.int64)
         places = torch.from_numpy(np.stack((tensors, within), 1).astype(np.int32)).to(table.device)
-        partials = torch.empty(len(tensors), len(sums), dtype=exact, device=table.device)
+        partials = torch.empty(len(tensors), len(sums), dtype=dtype, device=table.device)
         self._launches, first = [], 0
         for bucket in table.buckets:
             a_pass, roles = table.passes(bucket.rule)[k], bucket.rule.roles
@@ -361,7 +364,8 @@ class _Sweep:
 class _Launch:
     """A kernel with its tables and constants, compiled once for each set of optional arguments.
 
-    A compiled kernel is launched directly: Triton's own look-up costs 13 us more for the same arguments.
+    A compiled kernel is launched directly, and on addresses: Triton's own look-up costs 13 us more for the
+    same arguments, and a tensor is asked for its address and the driver for that.
     """
 
     def __init__(
@@ -369,6 +373,7 @@ class _Launch:
     ) -> None:
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._tables, self._constants, self._options = tables, constants, options
+        self._addresses = tuple(map(_address, tables))
         self._compiled: dict[tuple, Any] = {}
         # compiled now, so that nothing can fail once something has been written
         self.ready(*[None] * optional)
@@ -385,11 +390,14 @@ class _Launch:
         return self._compiled[key]
 
     def __call__(self, *optional: torch.Tensor | None) -> None:
-        args = (*self._tables, *optional, *self._constants)
         if _INTERPRET:
-            self._kernel[self._grid](*args, **self._options)
+            self._kernel[self._grid](*self._tables, *optional, *self._constants, **self._options)
         elif self._grid[0]:
-            self.ready(*optional)(*args)
+            self.ready(*optional)(*self._addresses, *map(_address, optional), *self._constants)
+
+
+def _address(argument: Any) -> Any:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _on(device: torch.device) -> Any:
@@ -399,9 +407,9 @@ def _on(device: torch.device) -> Any:
     return torch.accelerator.device_index(device.index)
 
 
-def prepare(table, amp, counts: bool) -> None:
+def prepare(table, amp, first: bool) -> None:
     with _on(table.device):
-        table.prepares[counts](amp.scale, amp.found_inf)
+        table.prepares[first](amp.scale, amp.found_inf)
 
 
 def sweep(table, k: int, amp) -> None:

@@ -1,0 +1,325 @@
+"""Updates without an optimizer: the tensors are handed over at every call.
+
+Nothing is kept alive between calls. What is kept is how the last calls' tensors were stored and the tables
+made for them, so that a call with tensors stored alike, wherever they lie now, only launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import _rules, _scalars, _scan
+from ._entry import Entry, Known, Pass, Rule, Settings, make_entry
+from ._plan import Amp, Table, make_tables, upload
+from ._plan import step as step_tables
+from .optimizers import ADAM, AMSGRAD
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CLIP = Rule(_scalars.unused, (Pass(_rules.same, "g", "p"),), {})
+
+Tensors = Tensor | Sequence[Tensor]
+# parameters, gradients and states in turn
+Lists = Sequence[list[Tensor]]
+
+
+def adamw_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors | None = None,
+    *,
+    step: Tensor | int,
+    lr: float = 1e-3,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    engine: str | None = None,
+) -> None:
+    r"""One AdamW update of tensors, or of lists of them in one launch, in place.
+
+    .. math::
+        p &\leftarrow (1 - \gamma \lambda) p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        p &\leftarrow p - \frac{\gamma}{1 - \beta_1^t}\, \frac{m}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+
+    All arithmetic is done in float32, that of the scalars too. It can be traced by `torch.compile`.
+
+    Args:
+        params: float32, float16 or bfloat16, of any strides
+        grads: each of its parameter's shape; the dtype may be another of these
+        exp_avgs, exp_avg_sqs: :math:`m` and :math:`v`, in the parameter's dtype or float32
+        max_exp_avg_sqs: the largest :math:`v` so far, of any of these dtypes; touched only if `amsgrad`
+        step: :math:`t`, the number of this update, from 1; an integer or a tensor of one, which is only read
+            and never waited for
+        lr, beta1, beta2, weight_decay, eps: :math:`\gamma, \beta_1, \beta_2, \lambda, \epsilon`, numbers
+        amsgrad: divide by the largest :math:`v` so far
+        maximize: ascend instead of descend
+        engine: "torch", "cpu" or "triton" to insist on one
+
+    >>> import torch
+    >>> from fusedstep import functional
+    >>> p, g, m, v = (torch.full((2,), x) for x in (0.5, 0.5, 0.9, 0.9))
+    >>> functional.adamw_(p, g, m, v, step=1, beta1=0.9999, beta2=0.9999)
+    >>> p
+    tensor([0.4051, 0.4051])
+
+    Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
+    """
+    if amsgrad and max_exp_avg_sqs is None:
+        raise ValueError("amsgrad=True needs max_exp_avg_sqs, the largest exp_avg_sqs so far; start from zeros")
+    largest = max_exp_avg_sqs if amsgrad and max_exp_avg_sqs is not None else []
+    given = (params, grads, exp_avgs, exp_avg_sqs, largest)
+    lists = [_as_list(name, tensors) for name, tensors in zip(_NAMES, given, strict=True)]
+    numbers = [_number(name, x) for name, x in (("lr", lr), ("beta1", beta1), ("beta2", beta2))]
+    numbers += [_number(name, x) for name, x in (("eps", eps), ("weight_decay", weight_decay))]
+    count = step if isinstance(step, Tensor) else torch.tensor(_number("step", step))
+    if count.numel() != 1 or count.is_complex() or count.dtype == torch.bool:
+        raise ValueError(f"step has shape {tuple(count.shape)} and {count.dtype}; use one integer or float32")
+    with torch.no_grad():
+        if _is_traced(lists[0]):
+            torch.ops.fusedstep.adamw_(*lists, count, numbers, amsgrad, maximize, engine)
+        else:
+            _adamw(lists, count, numbers, amsgrad, maximize, engine)
+
+
+def _is_traced(tensors: list[Tensor]) -> bool:
+    fake = bool(tensors) and isinstance(tensors[0], FakeTensor)
+    return fake or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+@torch.library.custom_op(
+    "fusedstep::adamw_", mutates_args=("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+)
+def _operator(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    step: Tensor,
+    numbers: Sequence[float],
+    amsgrad: bool,
+    maximize: bool,
+    engine: str | None,
+) -> None:
+    lists = [*map(list, (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs))]
+    _adamw(lists, step, numbers, amsgrad, maximize, engine)
+
+
+@_operator.register_fake
+def _fake(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step, numbers, amsgrad, maximize, engine):
+    _check_adamw([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs][: 5 if amsgrad else 4], step)
+
+
+def _adamw(
+    lists: Lists, step: Tensor, numbers: Sequence[float], amsgrad: bool, maximize: bool, engine: str | None
+) -> None:
+    rule, lists = (AMSGRAD, lists) if amsgrad else (ADAM, lists[:4])
+    # float32, as the operator on Ascend computes its scalars
+    settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
+    hyper = [-1.0 if maximize else 1.0, 0.0, 0.0, *numbers, 1.0]
+    ends = [t.data_ptr() if isinstance(t, Tensor) else None for t in (*lists[0][:1], *lists[0][-1:])]
+    key = (amsgrad, engine, len(lists[0]), *ends)
+    _call(key, lists, rule, settings, hyper, step, lambda: _check_adamw(lists, step))
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    r"""Scale the gradients of `parameters` down, in place, until together they have a norm of `max_norm`.
+
+    A drop-in for `torch.nn.utils.clip_grad_norm_`, with the L2 norm summed in float64 whatever the gradients'
+    dtypes. Optimizers take `max_grad_norm` themselves and then need no pass for scaling.
+
+    .. math::
+        g \leftarrow g \cdot \min(1, c / (\lVert g \rVert + 10^{-6}))
+
+    Args:
+        parameters: a tensor or an iterable of them; those without a gradient are left out
+        max_norm: :math:`c`
+        norm_type: 2; any other norm is left to torch's function
+        error_if_nonfinite: raise if the norm is no finite number, which waits for the device
+
+    Returns the norm before clipping, a tensor of no dimensions.
+
+    >>> import torch
+    >>> from fusedstep import functional
+    >>> p = torch.zeros(2, requires_grad=True)
+    >>> p.grad = torch.tensor([3.0, 4.0])
+    >>> functional.clip_grad_norm_([p], max_norm=1.0)
+    tensor(5.)
+    >>> p.grad
+    tensor([0.6000, 0.8000])
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    grads = [*dict.fromkeys(p.grad for p in parameters if p.grad is not None)]
+    if not grads:
+        return torch.tensor(0.0)
+    ours = norm_type == 2 and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
+    if not ours:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    hyper = [1.0, float(max_norm), 1e-6]
+    settings, key = Settings("functional.clip_grad_norm_", counts=False), ("clip", len(grads), grads[0].shape)
+    with torch.no_grad():
+        tables = _call(key, (grads, grads), _CLIP, settings, hyper, torch.tensor(1.0), lambda: None)
+        squares = [table.sums[0].sum().to(grads[0].device, non_blocking=True) for table in tables]
+        return torch.stack(squares).sum().sqrt().to(torch.promote_types(grads[0].dtype, torch.float32))
+
+
+# arguments
+
+
+_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+
+
+def _as_list(name: str, tensors: Any) -> list[Tensor]:
+    if isinstance(tensors, (list, tuple)):
+        return [*tensors]
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    raise TypeError(f"{name} is a {type(tensors).__name__}; use a tensor or a list of tensors")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (int, float)):
+        return float(value)
+    raise TypeError(f"{name} is {value!r}; use a number (a tensor's value would have to be waited for)")
+
+
+def _check_adamw(lists: Sequence[Sequence[Tensor]], step: Tensor) -> None:
+    if len({*map(len, lists)}) != 1:
+        found = ", ".join(f"{len(x)} {name}" for name, x in zip(_NAMES, lists, strict=False))
+        raise ValueError(f"found {found}; give as many of each")
+    for i, roles in enumerate(zip(*lists, strict=True)):
+        p = roles[0]
+        for name, t in zip(_NAMES, roles, strict=False):
+            _check_tensor(f"{name}[{i}]", name, t, p)
+        if step.device not in (p.device, torch.device("cpu")):
+            raise ValueError(
+                f"step is on {step.device}, params[{i}] on {p.device}; move it there or to the CPU"
+            )
+    addresses = [p.data_ptr() for p in lists[0] if p.numel() and not isinstance(p, FakeTensor)]
+    if len({*addresses}) != len(addresses):
+        raise ValueError(
+            "a tensor was given twice among params and would be updated twice at once; give it once"
+        )
+
+
+def _check_tensor(where: str, name: str, t: Any, p: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{where} is a {type(t).__name__}; use a tensor")
+    if t.layout != torch.strided:
+        raise ValueError(f"{where} is {t.layout}; use a dense tensor")
+    accepted = {p.dtype, torch.float32} if name in ("exp_avgs", "exp_avg_sqs") else _DTYPES
+    if t.dtype not in accepted or t.dtype not in _DTYPES:
+        raise TypeError(f"{where} is {t.dtype}; use one of {(*accepted,)}")
+    if t.shape != p.shape:
+        raise ValueError(f"{where} has shape {tuple(t.shape)}, its parameter {tuple(p.shape)}; they must agree")
+    if t.device != p.device:
+        raise ValueError(f"{where} is on {t.device}, its parameter on {p.device}; move it there")
+    if name != "grads" and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)):
+        raise ValueError(f"{where} is expanded and cannot be updated in place; use .contiguous()")
+
+
+# calls
+
+
+class _Call:
+    """Tables for tensors stored as these are."""
+
+    def __init__(self, lists: Lists, rule: Rule, settings: Settings, hyper: list[float]) -> None:
+        self._hyper = hyper
+        # states that lie otherwise than their parameters are updated in copies
+        self._moved: list[tuple[Tensor, Tensor]] = []
+        entries = [self._entry(roles, rule, settings) for roles in zip(*lists, strict=True)]
+        self.tables = make_tables(entries, np.array([hyper]), settings)
+        index = {id(entry): i for i, entry in enumerate(entries)}
+        # of every bucket, which tensors of the lists are its rows
+        self._buckets = [
+            (bucket, [index[id(entry)] for entry in bucket.entries])
+            for table in self.tables
+            for bucket in table.buckets
+        ]
+        for entry in entries:
+            entry.commit(Known({}, {}))
+        for bucket, _ in self._buckets:
+            bucket.survey()
+        copies = self._moved or any(
+            bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
+        )
+        self._scan: Any = None if copies or not _scan.Lists.can_read(lists) else _scan.Lists(lists)
+
+    def _entry(self, roles: tuple[Tensor, ...], rule: Rule, settings: Settings) -> Entry:
+        p, g, *states = roles
+        state = dict(zip(rule.states.values(), states, strict=True))
+        entry = make_entry(p, rule, 0, Known({p: {**state}} if state else {}, {}), settings, given=g)
+        self._moved += [(state[name], copy) for name, copy in entry.fresh.items()]
+        return entry
+
+    def fits(self, lists: Lists) -> bool:
+        """Whether these are stored as those the tables were made for; then the tables point to these."""
+        verdict = _scan.UNSURE if self._scan is None else self._scan.look(lists)
+        if verdict == _scan.MOVED:
+            found = self._scan.addresses
+            if len({*found[:, 0].tolist()} - {0}) != np.count_nonzero(found[:, 0]):
+                return False
+            for bucket, rows in self._buckets:
+                bucket.write_addresses(found[rows])
+        return verdict != _scan.UNSURE
+
+    def step(self, lists: Lists, hyper: list[float], count: Tensor) -> None:
+        for table in self.tables:
+            table.steps.fill_(count.reshape(()))
+            if hyper != self._hyper:
+                upload(np.array([hyper]), table.hyper)
+        self._hyper = hyper
+        for bucket, rows in self._buckets:
+            bucket.params = [lists[0][i] for i in rows]
+        step_tables(self.tables, Amp())
+        for state, copy in self._moved:
+            state.copy_(copy)
+        # keep no tensor alive
+        for table in self.tables:
+            table.entries = []
+        for bucket, _ in self._buckets:
+            bucket.entries, bucket.params = [], []
+
+
+_calls: dict[Any, _Call] = {}
+_MOST_CALLS = 1024
+
+
+def _call(
+    key: tuple,
+    lists: Lists,
+    rule: Rule,
+    settings: Settings,
+    hyper: list[float],
+    count: Tensor,
+    check: Callable[[], None],
+) -> list[Table]:
+    """Step these tensors: checked first, or with an earlier call's tables if they are stored as those were."""
+    # taken out, so that no other thread and nobody after an exception uses it
+    call = _calls.pop(key, None)
+    if call is None or not call.fits(lists):
+        check()
+        call = _Call(lists, rule, settings, hyper)
+    call.step(lists, hyper, count)
+    while len(_calls) >= _MOST_CALLS:
+        _calls.pop(next(iter(_calls)), None)
+    _calls[key] = call
+    return call.tables
