@@ -31,7 +31,8 @@ def main() -> None:
     parts = {
         "our step": ours.step,
         "  look: has anything changed": lambda: plan.describes(ours),
-        "  two launches": lambda: table.engine.step(table, Amp()),
+        "  first launch: scalars": lambda: table.engine.prepare(table, Amp(), first=True),
+        "  second launch: the update": lambda: table.engine.sweep(table, 1, Amp()),
         "  version counters": lambda: torch.autograd.graph.increment_version(params),
         "torch fused step": theirs.step,
     }

@@ -94,7 +94,7 @@ def adamw_(
 
 
 def _is_traced(tensors: list[Tensor]) -> bool:
-    fake = bool(tensors) and isinstance(tensors[0], FakeTensor)
+    fake = len(tensors) > 0 and isinstance(tensors[0], FakeTensor)
     return fake or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -268,7 +268,7 @@ def test_autograd_notices_the_write():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_a_compiled_function_gives_the_eager_result(amsgrad, device):
-    backend = "inductor" if device == "cuda" else "aot_eager"
+    backend = "inductor"
 
     @torch.compile(fullgraph=True, backend=backend)
     def train(params, grads, *states, step):

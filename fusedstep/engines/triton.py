@@ -34,7 +34,7 @@ CHUNK = _BLOCK * _TILES
 # tensors for which one program prepares scalars, and how many others it looks at together
 _ROWS, _OTHERS = 32, 256
 # chunks that a program adds up at once
-_ADDED, _ADDING_WARPS = 4096, 16
+_ADDED, _ADDING_WARPS = 2048, 16
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -284,9 +284,11 @@ def _reduce(partials, firsts, sums, count, SUMS: tl.constexpr, BLOCK: tl.constex
     t, k = tl.program_id(0), tl.arange(0, SUMS)
     end = tl.load(firsts + t + 1)
     total = tl.zeros([BLOCK, SUMS], sums.dtype.element_ty)
-    for first in range(tl.load(firsts + t), end, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        total += tl.load(partials + c[:, None] * SUMS + k[None, :], c[:, None] < end, other=0)
+    for first in range(tl.load(firsts + t), end, 4 * BLOCK):
+        # four loads at once, again for the latency of memory
+        for j in tl.static_range(4):
+            c = first + j * BLOCK + tl.arange(0, BLOCK)
+            total += tl.load(partials + c[:, None] * SUMS + k[None, :], c[:, None] < end, other=0)
     tl.store(sums + k * count + t, tl.sum(total, 0))
 
 
@@ -362,38 +364,48 @@ class _Sweep:
 
 
 class _Launch:
-    """A kernel with its tables and constants, compiled once for each set of optional arguments.
-
-    A compiled kernel is launched directly, and on addresses: Triton's own look-up costs 13 us more for the
-    same arguments, and a tensor is asked for its address and the driver for that.
-    """
+    """A kernel with its tables and constants, compiled once for each set of optional arguments."""
 
     def __init__(
         self, kernel: Any, programs: int, tables: tuple, optional: int, constants: tuple, options: dict
     ) -> None:
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._tables, self._constants, self._options = tables, constants, options
+        # a tensor would be asked for its address at every launch, and the driver for that
         self._addresses = tuple(map(_address, tables))
-        self._compiled: dict[tuple, Any] = {}
         # compiled now, so that nothing can fail once something has been written
-        self.ready(*[None] * optional)
+        self._compiled = {} if _INTERPRET else {(None,) * optional: self._compile((None,) * optional)}
 
-    def ready(self, *optional: torch.Tensor | None) -> Any:
-        """The compiled kernel for these, not yet launched."""
-        if _INTERPRET:
-            return None
-        key = tuple(t if t is None else t.dtype for t in optional)
-        if key not in self._compiled:
-            args = (*self._tables, *optional, *self._constants)
-            compiled = self._kernel.warmup(*args, grid=self._grid, **self._options)
-            self._compiled[key] = compiled[self._grid]
-        return self._compiled[key]
+    def _compile(self, optional: tuple) -> Any:
+        args = (*self._tables, *optional, *self._constants)
+        compiled = self._kernel.warmup(*args, grid=self._grid, **self._options)
+        return _launcher(compiled, self._grid, self._tables[0].device.index)
 
     def __call__(self, *optional: torch.Tensor | None) -> None:
         if _INTERPRET:
             self._kernel[self._grid](*self._tables, *optional, *self._constants, **self._options)
         elif self._grid[0]:
-            self.ready(*optional)(*self._addresses, *map(_address, optional), *self._constants)
+            key = tuple([t if t is None else t.dtype for t in optional])
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(optional)
+            self._compiled[key](*self._addresses, *map(_address, optional), *self._constants)
+
+
+def _launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Any:
+    """Launches a compiled kernel as torch's own compiler does: 5 us instead of the 21 of Triton's front door."""
+    run, stream = compiled.run, triton.runtime.driver.active.get_current_stream
+    fixed = compiled.function, compiled.packed_metadata, None, None, None
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    hooked = [getattr(hook, "calls", hook) for hook in hooks]
+    front_door = compiled[grid]
+
+    def launch(*args: Any) -> None:
+        if any(hooked):  # somebody wants to be told: a profiler
+            front_door(*args)
+        else:
+            run(*grid, stream(device), *fixed, *args)
+
+    return launch
 
 
 def _address(argument: Any) -> Any:
