@@ -1,11 +1,17 @@
-"""`fusedstep bench`: our step beside torch's fused one, in one run."""
+"""`fusedstep bench`: our step beside torch's fused one and other peers, in one run."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import inspect
 import json
+import math
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,21 +23,40 @@ from rich.progress import track
 from rich.table import Table
 
 import fusedstep
+from fusedstep import functional
 
 from . import timing
 from .shapes import MODELS
 
 
 class Work(NamedTuple):
-    """One row of the benchmark."""
+    """One row of the benchmark: an optimizer of ours, and those it is timed with, where installed."""
 
     model: str
     optimizer: str
     options: dict[str, Any]
     dtype: str
+    peers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.model} {self.optimizer}({options}) {self.dtype}"
 
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": {}, "Adam": {}, "SGD": {"momentum": 0.9}}
+Row = tuple[str, dict[str, Any], tuple[str, ...]]
+_TORCH: list[Row] = [
+    ("AdamW", {}, ("torch.optim.AdamW",)),
+    ("Adam", {}, ("torch.optim.Adam",)),
+    ("SGD", {"momentum": 0.9}, ("torch.optim.SGD",)),
+]
+_LAMB = ("timm.optim.Lamb", "pytorch_optimizer.Lamb")
+_NORMS: list[Row] = [
+    ("Lamb", {}, _LAMB),
+    ("Lamb", {"max_grad_norm": None}, _LAMB),
+    ("BertAdam", {}, ()),
+    ("AdamW", {"max_grad_norm": 1.0}, ()),
+]
+_FUNCTIONAL: Row = ("functional.adamw_", {}, ("fusedstep.AdamW",))
 # of parameter and gradient, and of the states
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
@@ -39,13 +64,17 @@ DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16/fp32": (torch.bfloat16, torch.float32),
 }
-CPU = [Work("bert-base", o, k, d) for d in ("fp32", "bf16", "fp16") for o, k in OPTIMIZERS.items()]
-CPU += [Work("1000 x 64", o, k, "fp32") for o, k in OPTIMIZERS.items()]
+CPU = [Work("bert-base", o, k, d, p) for d in ("fp32", "bf16", "fp16") for o, k, p in _TORCH]
+CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL)]
+CPU += [Work("1000 x 64", o, k, "fp32", p) for o, k, p in (*_TORCH, _NORMS[0])]
 GPU = [
-    Work(model, o, k, dtype)
+    Work(model, o, k, dtype, p)
     for model in ("bert-large", "llama-1b", "resnet-50", "400 x 1024", "465 groups")
     for dtype in ("fp32", "bf16", "bf16/fp32")
-    for o, k in OPTIMIZERS.items()
+    for o, k, p in _TORCH
+]
+GPU += [
+    Work(model, o, k, "fp32", p) for model in ("bert-large", "400 x 1024") for o, k, p in (*_NORMS, _FUNCTIONAL)
 ]
 
 
@@ -65,7 +94,7 @@ def bench(
     console = Console(width=None if sys.stdout.isatty() else 132)
     facts = environment(device, commit)
     console.print(" | ".join(f"{name} {value}" for name, value in facts.items() if name != "commit"))
-    works = [w for w in (CPU if device == "cpu" else GPU) if only in f"{w.model} {w.optimizer} {w.dtype}"]
+    works = [work for work in (CPU if device == "cpu" else GPU) if only in str(work)]
     bandwidth = timing.copy_bandwidth() if device == "cuda" else None
     results = [measure(w, device, rounds, bandwidth) for w in track(works, "timing", console=console)]
     console.print(table(results, device))
@@ -97,24 +126,44 @@ def _processor() -> str:
 
 
 def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> dict[str, Any]:
-    ours = _optimizer(fusedstep, work, device, state_dtype=DTYPES[work.dtype][1])
-    # torch keeps states in the parameter's dtype: the nearest it has to the mixed case
-    theirs = _optimizer(torch.optim, work, device, fused=True)
     check(work, device)
-    for step in (ours.step, theirs.step) * 2:  # compiled and allocated before the clock starts
+    state_dtype = DTYPES[work.dtype][1]
+    steps = {"ours": _step(f"fusedstep.{work.optimizer}", work, device, state_dtype=state_dtype)}
+    # torch keeps states in the parameter's dtype: the nearest it has to the mixed case
+    for peer in work.peers:
+        if importlib.util.find_spec(peer.partition(".")[0]) is not None:
+            fused = {"fused": True} if peer.startswith("torch.") else {}
+            steps[peer] = _step(peer, work, device, **fused)
+    for step in (*steps.values(),) * 2:  # compiled and allocated before the clock starts
         step()
-    measured = (timing.on_cpu if device == "cpu" else timing.on_gpu)((ours.step, theirs.step), rounds)
-    result = {**work._asdict(), "ours": measured[0]._asdict(), "torch": measured[1]._asdict()}
+    times = (timing.on_cpu if device == "cpu" else timing.on_gpu)([*steps.values()], rounds)
+    ours, *peers = (t._asdict() for t in times)
+    result = {**work._asdict(), "ours": ours, "peers": dict(zip([*steps][1:], peers, strict=True))}
     if bandwidth is not None:
-        result["limit"] = _bytes(ours) / bandwidth
+        result["limit"] = _bytes(work) / bandwidth
     return result
 
 
-def _optimizer(module: Any, work: Work, device: str, **options: Any) -> torch.optim.Optimizer:
+def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], Any]:
+    """A step of an optimizer, or of the operation that is one."""
     generator = torch.Generator(device).manual_seed(0)
     params = [_parameter(shape, DTYPES[work.dtype][0], generator) for shape in MODELS[work.model]]
+    if name == "fusedstep.functional.adamw_":
+        lists = params, [p.grad for p in params], *([torch.zeros_like(p) for p in params] for _ in range(2))
+        return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
     groups = [{"params": [p]} for p in params] if work.model.endswith("groups") else params
-    return getattr(module, work.optimizer)(groups, lr=1e-3, **work.options, **options)
+    return _class(name)(groups, lr=1e-3, **_known(name, work.options), **options).step
+
+
+def _class(name: str) -> Any:
+    module, _, cls = name.rpartition(".")
+    return getattr(importlib.import_module(module), cls)
+
+
+def _known(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Of these options those that the optimizer has; others call the limit of the norm otherwise."""
+    taken = inspect.signature(_class(name)).parameters
+    return {option: value for option, value in options.items() if option in taken}
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Any:
@@ -125,7 +174,9 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
 
 
 def check(work: Work, device: str) -> None:
-    """No time is reported for a wrong result: three steps must agree with torch.optim in float64."""
+    """No time is reported for a wrong result: three steps must agree with those in float64."""
+    if work.optimizer not in fusedstep.__all__:
+        return  # timed beside the class that is checked
     of_param, of_state = DTYPES[work.dtype]
     generator = torch.Generator(device).manual_seed(1)
     ours = [_parameter(shape, of_param, generator) for shape in ((3000,), (33, 7))]
@@ -134,10 +185,11 @@ def check(work: Work, device: str) -> None:
         p.grad += p.grad.sign()  # or the squares of gradients would vanish in fp16
         q.grad = p.grad.double()
     options = {"lr": 1e-3, **work.options}
-    optimizers = (
-        getattr(fusedstep, work.optimizer)(ours, state_dtype=of_state, **options),
-        getattr(torch.optim, work.optimizer)(exact, **options),
-    )
+    optimizers = [getattr(fusedstep, work.optimizer)(ours, state_dtype=of_state, **options)]
+    if hasattr(torch.optim, work.optimizer) and "max_grad_norm" not in options:
+        optimizers.append(getattr(torch.optim, work.optimizer)(exact, **options))
+    else:  # torch has no such thing: the same in plain tensor operations
+        optimizers.append(getattr(fusedstep, work.optimizer)(exact, engine="torch", **options))
     for optimizer in optimizers * 3:
         optimizer.step()
     for p, q in zip(ours, exact, strict=True):
@@ -146,40 +198,44 @@ def check(work: Work, device: str) -> None:
             raise RuntimeError(f"{work} is off by {error} and is not timed; please report this")
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What an update must move: everything read once, all but the gradient written once."""
-    total = 0
-    for p in _params(optimizer):
-        states = [t for name, t in optimizer.state[p].items() if name != "step"]
-        total += p.grad.nbytes + 2 * sum(t.nbytes for t in (p, *states))
-    return total
+def _bytes(work: Work) -> int:
+    """What an update must move: in every pass, what it reads and what it writes."""
+    of_param, of_state = DTYPES[work.dtype]
+    name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
+    optimizer = getattr(fusedstep, name)([torch.zeros(1)], **work.options)
+    group = optimizer.param_groups[0]
+    rule = optimizer.rule(group).for_dtypes((of_param, of_param, of_state))
+    letters = "g" if group.get("max_grad_norm") else ""
+    letters += "".join(a_pass.reads + a_pass.writes for a_pass in rule.passes)
+    per_element = sum((of_param if letter in "pg" else of_state).itemsize for letter in letters)
+    return per_element * sum(math.prod(shape) for shape in MODELS[work.model])
 
 
 def table(results: list[dict], device: str) -> Table:
-    view = Table(title="milliseconds a step, medians; torch = torch.optim with fused=True")
-    columns = ["model", "optimizer", "dtype", "ours", "torch", "speed-up"]
+    view = Table(title="milliseconds a step, medians; torch.optim with fused=True")
+    columns = ["model", "optimizer", "dtype", "ours", "peer", "its", "speed-up"]
     if device == "cuda":
-        columns[3:] = ["device", "of the limit", "torch", "speed-up", "host", "torch host", "host ratio"]
+        columns[3:] = ["device", "of the limit", "host", "peer", "its device", "speed-up", "its host", "ratio"]
     for i, column in enumerate(columns):
-        view.add_column(column, justify="left" if i < 3 else "right")
+        view.add_column(column, justify="left" if i < 3 or column == "peer" else "right")
     for r in results:
-        ours, torch_ = r["ours"], r["torch"]
-        row = [r["model"], r["optimizer"], r["dtype"], f"{ours['device']:.3f}"]
-        row += [f"{100 * r['limit'] / ours['device']:.1f} %"] if device == "cuda" else []
-        row += [f"{torch_['device']:.3f}", f"{torch_['device'] / ours['device']:.2f} x"]
+        ours, options = r["ours"], ", ".join(f"{name}={value}" for name, value in r["options"].items())
+        row = [r["model"], f"{r['optimizer']}({options})", r["dtype"], f"{ours['device']:.3f}"]
         if device == "cuda":
-            row += [f"{ours['host']:.3f}", f"{torch_['host']:.3f}", f"{torch_['host'] / ours['host']:.1f} x"]
-        view.add_row(*row)
+            row += [f"{100 * r['limit'] / ours['device']:.1f} %", f"{ours['host']:.3f}"]
+        for peer, its in r["peers"].items() or [("", None)]:
+            beside = [peer]
+            for kind in ("device", "host")[: 1 if device == "cpu" else 2] if its else ():
+                beside += [f"{its[kind]:.3f}", f"{its[kind] / ours[kind]:.2f} x"]
+            view.add_row(*row, *beside)
     return view
 
 
 def chart(results: list[dict], facts: dict[str, str], path: Path) -> None:
     """Speed-up over torch's fused step, a bar for each row of the first optimizer."""
-    results = [r for r in results if r["optimizer"] == results[0]["optimizer"]]
+    results = [r for r in results if r["optimizer"] == results[0]["optimizer"] and r["peers"]]
+    if not results:
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,7 +243,7 @@ def chart(results: list[dict], facts: dict[str, str], path: Path) -> None:
 
     names = [f"{r['model']}  {r['optimizer']}  {r['dtype']}" for r in results]
     # steps in a row take as long as the slower of device and host
-    ratios = [max(r["torch"].values()) / max(r["ours"].values()) for r in results]
+    ratios = [max(next(iter(r["peers"].values())).values()) / max(r["ours"].values()) for r in results]
     figure, axes = plt.subplots(figsize=(8, 1 + 0.2 * len(results)), layout="constrained")
     colors = ["#2a6f97" if i % 2 else "#468faf" for i, _ in enumerate(results)]
     bars = axes.barh(names, ratios, color=colors, height=0.85)
