@@ -11,7 +11,7 @@ import time
 import torch
 
 import fusedstep
-from fusedstep._plan import Amp
+from fusedstep._table import Amp
 
 
 def optimizer(module, **options):

@@ -15,8 +15,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_h
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from . import engines
-from ._entry import Rule, Settings, state_dtype_for
-from ._plan import CLIP_SCOPES, Amp, Plan
+from ._entry import Settings, state_dtype_for
+from ._passes import Rule
+from ._plan import Plan
+from ._table import CLIP_SCOPES, Amp
 
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -31,6 +33,8 @@ class Optimizer(torch.optim.Optimizer):
     words: ClassVar[tuple[str, ...]] = ()
     # added to a norm before the limit is divided by it, as torch's clip_grad_norm_ does
     clip_eps: ClassVar[float] = 1e-6
+    # other names that checkpoints have for its states
+    aliases: ClassVar[dict[str, str]] = {}
     # options that make the class what it is, whatever a checkpoint says
     fixed: ClassVar[dict[str, Any]] = {}
     all_options: ClassVar[tuple[str, ...]]
@@ -70,6 +74,10 @@ class Optimizer(torch.optim.Optimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         """The rule that steps this group."""
         raise NotImplementedError
+
+    def limit(self, group: dict[str, Any]) -> Any:
+        """The norm that this group's gradients are clipped to, if any."""
+        return group.get("max_grad_norm")
 
     @property
     def settings(self) -> Settings:
@@ -113,9 +121,10 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             _check_flags(group)
-            # flags came later than the class and may be missing, numbers may not
+            # flags came later than the class and may be missing, and so may what is only ours; numbers may not
             numbers = [name for name in self.options if not isinstance(self.defaults[name], bool)]
-            missing = [name for name in numbers if name not in group]
+            ours = [name for name, a in _arguments(type(self)).items() if a.kind == a.KEYWORD_ONLY]
+            missing = [name for name in numbers if name not in group and name not in ours]
             if missing:
                 raise ValueError(
                     f"the checkpoint has no {', '.join(missing)} for a group of {type(self).__name__}: "
@@ -137,12 +146,10 @@ class Optimizer(torch.optim.Optimizer):
         self._plan = None
         self.unsaved_steps = state.get("unsaved_steps", {})
         # a checkpoint that lacks an option was saved before it existed, when all did as its default does
-        constructors = [vars(cls)["__init__"] for cls in type(self).__mro__ if "__init__" in vars(cls)]
-        signatures = reversed([*map(inspect.signature, constructors)])
-        defaults = {name: p.default for s in signatures for name, p in s.parameters.items()}
+        arguments = _arguments(type(self))
         for group in self.param_groups:
-            for name in self.defaults.keys() & defaults.keys():
-                group.setdefault(name, defaults[name])
+            for name, value in self.defaults.items():
+                group.setdefault(name, arguments[name].default if name in arguments else value)
             group.update(self.fixed)
         for p, values in self.state.items():
             if isinstance(values, dict):
@@ -167,13 +174,31 @@ class _Box:
         self.tensor = tensor
 
 
-def _boxed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    def box(values: Any) -> Any:
+def _boxed(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with its states by our names and in boxes, and a count for every parameter."""
+    groups = [{**group} for group in state_dict["param_groups"]]
+    # Apex counts per group
+    counts = {key: group["step"] for group in groups for key in group["params"] if "step" in group}
+    for group in groups:
+        group.pop("step", None)
+
+    def box(key: Any, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        values = {optimizer.aliases.get(name, name): value for name, value in values.items()}
+        if key in counts:
+            values.setdefault("step", counts[key])
         return {name: _Box(v) if isinstance(v, Tensor) else v for name, v in values.items()}
 
-    return {**state_dict, "state": {key: box(values) for key, values in state_dict["state"].items()}}
+    boxed = {key: box(key, values) for key, values in state_dict["state"].items()}
+    return {**state_dict, "state": boxed, "param_groups": groups}
+
+
+def _arguments(cls: type) -> dict[str, inspect.Parameter]:
+    """The arguments of a constructor and of those it builds on."""
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    signatures = reversed([*map(inspect.signature, constructors)])
+    return {name: p for signature in signatures for name, p in signature.parameters.items()}
 
 
 def _check_flags(options: dict[str, Any]) -> None:

@@ -1,247 +1,26 @@
-"""What one step touches, as tables of addresses that are built once and checked every step.
+"""Which tables an optimizer's step works on, built once and checked every step.
 
-    Plan      all of an optimizer's parameters that have had a gradient
-    Table     those that one engine steps on one device: step counts, hyper-parameters, scalars, addresses
-    Bucket    those of a table that share a rule and dtypes: what one launch updates
-
-A step is a few passes. Pass 0 measures gradients, only if they are to be clipped; the others are the rule's.
-Before each of those, scalars are prepared from the step count, the hyper-parameters and what earlier passes
-summed over every tensor. Groups do not split buckets: a hyper-parameter is a column of a table with one row
-per group. A gradient
-that vanishes switches its row off; one that moves rewrites its address; anything else that changes
+A gradient that vanishes switches its row off; one that moves rewrites its address; anything else that changes
 (another parameter, dtype, shape, rule) builds the plan anew. A plan keeps no gradient and no state alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain, groupby
+from collections.abc import Iterable
+from itertools import chain
 from operator import is_, itemgetter
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _get_scalar_dtype
 
 from . import _scan
-from ._entry import MEASURE, Entry, Known, Pass, Rule, Settings, make_entry
-from ._layout import numel
-from .engines import FULL, GROUP, LIMIT, LIVE, NUMEL, OPTIONS, POINTERS, SEGMENT, compute_dtype
+from ._entry import Entry, Known, make_entry
+from ._table import Amp, make_tables, step, upload
+from .engines import LIMIT, OPTIONS
 
 _params = itemgetter("params")
-
-
-class Amp(NamedTuple):
-    """What a GradScaler hands over: divide gradients by `scale`, skip the step where `found_inf`."""
-
-    scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    def to(self, device: torch.device) -> Amp:
-        if self.scale is None and self.found_inf is None:
-            return self
-        return Amp(*(t if t is None else t.to(device, non_blocking=True) for t in self))
-
-
-class Bucket:
-    """The entries of a table that share a rule and the dtype of every role."""
-
-    def __init__(self, entries: list[Entry], rows: np.ndarray, engine: ModuleType) -> None:
-        self.entries, self.rows, self.engine = entries, rows, engine
-        self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
-        self.compute_dtype = compute_dtype(self.dtypes)
-        self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
-        # set by every survey: parameters with a gradient, entries that need a copy, the compiled look
-        self.params: list[Tensor] = []
-        self.staged: list[Entry] = []
-        self._scan: Any = None
-        self.rows_changed = False
-        # the engine's own: what it compiled and tabulated
-        self.launch: Any = None
-
-    def survey(self) -> bool:
-        """Look at every entry in Python; False if one is no longer what it was built as."""
-        grads = [entry.grad for entry in self.entries]
-        if not all(g is None or entry.fits(g) for entry, g in zip(self.entries, grads, strict=True)):
-            return False
-        live = [entry for entry, g in zip(self.entries, grads, strict=True) if g is not None]
-        has_grad = np.array([g is not None for g in grads], np.int64)
-        self.rows_changed |= not np.array_equal(self.rows[:, LIVE], has_grad)
-        self.rows[:, LIVE] = has_grad
-        self.params = [entry.param for entry in live]
-        absent = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
-        self.staged = [entry for entry in live if entry.staged]
-        self._scan = None
-        if self.engine.BY_ADDRESS:
-            self.live = np.flatnonzero(self.rows[:, LIVE]) if absent else slice(None)
-            self.rows[:, NUMEL] = np.where(self.rows[:, LIVE], self.numels, 0)
-            self.rows[:, FULL] = 0
-            self._full = self.numels[self.live] // self.engine.CHUNK * self.engine.CHUNK
-            addresses = np.array([entry.addresses() for entry in live], np.int64)
-            self.write_addresses(addresses.reshape(len(live), len(self.rule.roles)))
-            if not self.staged and _scan.Entries.can_read(live):
-                self._scan = _scan.Entries(live, [*self.rule.states.values()], absent)
-        return True
-
-    def refresh(self) -> bool:
-        """Bring the rows up to date with where everything is now; False if the plan must be built anew."""
-        verdict = _scan.UNSURE if self._scan is None else self._scan.look()
-        if verdict == _scan.MOVED:
-            self.write_addresses(self._scan.addresses)
-        return verdict != _scan.UNSURE or self.survey()
-
-    def write_addresses(self, addresses: np.ndarray) -> None:
-        # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
-        misaligned = np.bitwise_or.reduce(addresses, axis=1) & 15
-        self.rows[self.live, FULL] = np.where(misaligned, 0, self._full)
-        self.rows[self.live, POINTERS : POINTERS + len(self.rule.roles)] = addresses
-        self.rows_changed = True
-
-
-class Table:
-    """Step counts, hyper-parameters, scalars, sums and addresses of what one engine steps on one device."""
-
-    def __init__(self, engine: ModuleType, entries: list[Entry], hyper: np.ndarray, settings: Settings) -> None:
-        self.engine, self.device, self.counts = engine, entries[0].param.device, settings.counts
-        # all rules of an optimizer share their scalars and the number of their passes and sums
-        self.rule = entries[0].rule
-        self.clips = bool((hyper[:, LIMIT] > 0).any())
-        by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
-        self.entries = [entries[i] for i in by_bucket]
-        width = POINTERS + max(len(entry.dtypes) for entry in entries)
-        self.host_rows = np.zeros((len(entries), width), np.int64)
-        self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
-        self.host_rows[:, SEGMENT] = [entry.segment for entry in self.entries]
-        # mps has no float64
-        exact = torch.float32 if self.device.type == "mps" else settings.exact
-        scalars = max(p.scalar_count for entry in entries for p in entry.rule.passes)
-        self.rows = torch.from_numpy(self.host_rows).to(self.device)
-        self.scalars = torch.zeros(len(entries), 1 + scalars, dtype=exact, device=self.device)
-        # of every pass in turn, one row per sum
-        self.sums = torch.zeros(1 + self.rule.sums, len(entries), dtype=exact, device=self.device)
-        # the squares of all gradients that may be clipped together, and who goes with whom
-        self.everyone = self.sums[0], torch.from_numpy(self.segments).to(self.device)
-        self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
-        self.steps = self._adopt_steps()
-        # the engine's own, as a bucket's
-        self.launch: Any = None
-        self.buckets = []
-        for _, same in groupby(enumerate(self.entries), key=lambda pair: pair[1].bucket):
-            indices, members = zip(*same, strict=True)
-            rows = self.host_rows[indices[0] : indices[-1] + 1]
-            self.buckets.append(Bucket([*members], rows, engine))
-
-    @property
-    def segments(self) -> np.ndarray:
-        return self.host_rows[:, SEGMENT].copy()
-
-    def passes(self, rule: Rule) -> tuple[Pass, ...]:
-        return (MEASURE, *rule.passes)
-
-    @property
-    def used_passes(self) -> range:
-        return range(0 if self.clips else 1, 1 + len(self.rule.passes))
-
-    def columns(self, k: int) -> slice:
-        """Which of the table's sums are of pass `k`."""
-        first = sum(p.sums for p in self.passes(self.rule)[:k])
-        return slice(first, first + self.passes(self.rule)[k].sums)
-
-    def _adopt_steps(self) -> Tensor:
-        """One vector of step counts, of which each entry gets a view."""
-        counts = [entry.step for entry in self.entries]
-        steps = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in counts], dtype=_get_scalar_dtype())
-        steps = steps.to(self.device)
-        # select, not unbind: a view that may itself be written in place
-        for i, (entry, count) in enumerate(zip(self.entries, counts, strict=True)):
-            entry.step, entry.all_steps = steps[i], steps
-            if isinstance(count, Tensor):
-                entry.step.copy_(count.reshape(()), non_blocking=True)
-        return steps
-
-    def refresh(self) -> bool:
-        return all(bucket.refresh() for bucket in self.buckets)
-
-    def begin(self) -> None:
-        """Bring to the device what a step needs."""
-        # on the host they are the same memory
-        if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
-            upload(self.host_rows, self.rows)
-            for bucket in self.buckets:
-                bucket.rows_changed = False
-        for bucket in self.buckets:
-            for entry in bucket.staged:
-                entry.copy_in()
-
-    def update(self, amp: Amp) -> None:
-        """Update everything live, in place."""
-        for k in range(1, 1 + len(self.rule.passes)):
-            self.engine.prepare(self, amp, first=k == 1)
-            self.engine.sweep(self, k, amp)
-        for bucket in self.buckets:
-            for entry in bucket.staged:
-                entry.copy_out()
-            if self.engine.BY_ADDRESS:
-                # autograd must know that these were written
-                torch.autograd.graph.increment_version(bucket.params)
-
-
-# which gradients are clipped together, by their entries
-CLIP_SCOPES: dict[str, Callable[[Entry], Any]] = {
-    "tensor": lambda entry: id(entry),
-    "group": lambda entry: (entry.group, entry.param.dtype),
-    "global": lambda entry: None,
-}
-
-
-def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> list[Table]:
-    """Tables of these entries, ready to be stepped."""
-    keys = [*map(CLIP_SCOPES[settings.clip_scope], entries)]
-    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    by_table: dict[tuple, list[Entry]] = {}
-    for entry, key in zip(entries, keys, strict=True):
-        entry.segment = numbers[key]
-        by_table.setdefault((entry.engine, entry.device), []).append(entry)
-    tables = [Table(engine, members, hyper, settings) for (engine, _), members in by_table.items()]
-    for table in tables:
-        if len(tables) > 1:
-            segments = torch.from_numpy(np.concatenate([other.segments for other in tables]))
-            table.everyone = table.sums.new_zeros(len(segments)), segments.to(table.device)
-        table.engine.compile(table)
-    return tables
-
-
-def step(tables: list[Table], amp: Amp) -> None:
-    """One step of everything in these tables."""
-    amps = [amp.to(table.device) for table in tables]
-    for table in tables:
-        table.begin()
-    if any(table.clips for table in tables):
-        for table, amp in zip(tables, amps, strict=True):
-            table.engine.sweep(table, 0, amp)
-        if len(tables) > 1:
-            _exchange(tables)
-    for table, amp in zip(tables, amps, strict=True):
-        table.update(amp)
-
-
-def _exchange(tables: list[Table]) -> None:
-    """Give every table the measurements of all."""
-    for table in tables:
-        # what comes to the host must have arrived before it is read there
-        waits = table.device.type == "cpu"
-        parts = [other.sums[0].to(table.device, non_blocking=not waits) for other in tables]
-        torch.cat(parts, out=table.everyone[0])
-
-
-def upload(host: np.ndarray, device: Tensor) -> None:
-    source = torch.from_numpy(host).to(device.dtype)
-    if device.is_cuda:
-        # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
-        source = source.pin_memory()
-    device.copy_(source, non_blocking=True)
 
 
 def _numbers(option: Any, group: int) -> Iterable[float | Tensor]:
@@ -348,7 +127,7 @@ class Plan:
         """Hyper-parameters as a matrix, a row per group, in the columns that engines know."""
         self._cells: list[tuple[int, int, Tensor]] = []
         options = [*map(optimizer.options_of, optimizer.param_groups)]
-        limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
+        limits = [*map(optimizer.limit, optimizer.param_groups)]
         # anything but numbers and words and tuples of them may change in place, and is read anew every step
         parts = chain.from_iterable(
             v if isinstance(v, tuple) else (v,) for row in (limits, *options) for v in row

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _rules, _scalars, _scan
-from ._entry import Entry, Known, Pass, Rule, Settings, make_entry
-from ._plan import Amp, Table, make_tables, upload
-from ._plan import step as step_tables
+from ._entry import Entry, Known, Settings, make_entry
+from ._passes import Pass, Rule
+from ._table import Amp, Table, make_tables, upload
+from ._table import step as step_tables
 from .optimizers import ADAM, AMSGRAD
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -24,8 +24,8 @@ from torch.optim.optimizer import ParamsT, _to_scalar
 
 from . import _rules, _scalars
 from ._arguments import check_adam, check_lr, check_schedule, check_tensors_allowed, check_trust
-from ._entry import Pass, Rule
 from ._optimizer import Optimizer
+from ._passes import Pass, Rule
 
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
 _SGD = Rule(_scalars.sgd, (Pass(_rules.sgd, "pg", "p"),), {}, saves_step=False)
@@ -273,6 +273,8 @@ class BertAdam(Optimizer):
 
     options = ("lr", "warmup", "t_total", "schedule", "b1", "b2", "e", "weight_decay")
     words = _scalars.SCHEDULES
+    # NVIDIA's class
+    aliases: ClassVar = {"next_m": "exp_avg", "next_v": "exp_avg_sq"}
 
     def __init__(
         self,

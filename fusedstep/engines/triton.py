@@ -392,7 +392,7 @@ class _Launch:
 
 
 def _launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Any:
-    """Launches a compiled kernel as torch's own compiler does: 5 us instead of the 21 of Triton's front door."""
+    """Launches a compiled kernel as torch's compiler does: 5 us instead of the 21 of Triton's front door."""
     run, stream = compiled.run, triton.runtime.driver.active.get_current_stream
     fixed = compiled.function, compiled.packed_metadata, None, None, None
     hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
