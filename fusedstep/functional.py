@@ -152,7 +152,7 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or an iterable of them; those without a gradient are left out
         max_norm: :math:`c`
-        norm_type: 2; any other norm is left to torch's function
+        norm_type: 2, or any other with a pass of its own
         error_if_nonfinite: raise if the norm is no finite number, which waits for the device
 
     Returns the norm before clipping, a tensor of no dimensions.
@@ -170,15 +170,23 @@ def clip_grad_norm_(
     grads = [*dict.fromkeys(p.grad for p in parameters if p.grad is not None)]
     if not grads:
         return torch.tensor(0.0)
-    ours = norm_type == 2 and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
-    if not ours:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    hyper = [1.0, float(max_norm), 1e-6]
-    settings, key = Settings("functional.clip_grad_norm_", counts=False), ("clip", len(grads), grads[0].shape)
-    with torch.no_grad():
-        tables = _call(key, (grads, grads), _CLIP, settings, hyper, torch.tensor(1.0), lambda: None)
-        squares = [table.sums[0].sum().to(grads[0].device, non_blocking=True) for table in tables]
-        return torch.stack(squares).sum().sqrt().to(torch.promote_types(grads[0].dtype, torch.float32))
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    if norm_type == 2 and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite:
+        hyper, settings = [1.0, float(max_norm), 1e-6], Settings("functional.clip_grad_norm_", counts=False)
+        key = ("clip", len(grads), grads[0].shape)
+        with torch.no_grad():
+            tables = _call(key, (grads, grads), _CLIP, settings, hyper, torch.tensor(1.0), lambda: None)
+            squares = [table.sums[0].sum().to(grads[0].device, non_blocking=True) for table in tables]
+            return torch.stack(squares).sum().sqrt().to(dtype)
+    wide = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, dtype)) for g in grads]
+    total = torch.linalg.vector_norm(torch.stack([n.to(grads[0].device, dtype) for n in wide]), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so they cannot "
+            "be clipped. Pass error_if_nonfinite=False to scale them by it anyway"
+        )
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
 
 
 # arguments

@@ -35,7 +35,7 @@ _MOMENTUM = Rule(
 ADAM = Rule(_scalars.adam, (Pass(_rules.adam, "pgmv", "pmv"),), _MOMENTS)
 AMSGRAD = Rule(_scalars.adam, (Pass(_rules.amsgrad, "pgmvw", "pmvw"),), {**_MOMENTS, "w": "max_exp_avg_sq"})
 _BERT_ADAM = Rule(_scalars.bert_adam, (Pass(_rules.bert_adam, "pgmv", "pmv"),), _MOMENTS)
-_LAMB = Rule(
+LAMB = Rule(
     _scalars.lamb,
     (Pass(_rules.lamb_measure, "pgmv", "mv", sums=2), Pass(_rules.lamb, "pmv", "p")),
     _MOMENTS,
@@ -375,4 +375,4 @@ class Lamb(Optimizer):
         super().__init__(locals())
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return _LAMB
+        return LAMB

@@ -1,0 +1,29 @@
+"""Ascend's fused optimizers, by their names and with their results, on any device.
+
+The classes of `torch_npu.optim` and MindSpeed's `npu_apply_fused_adamw_v2`: the same signatures, defaults,
+exceptions, states and, in float32, the same numbers. `python -m fusedstep.npu script.py` runs a script that
+is written for them. What differs from upstream, for all of them:
+
+    memory     parameters, gradients and states may move, vanish, come back, be loaded, pickled or replaced
+               between two steps. Upstream flattens them once and then steps what is no longer there
+    numbers    16-bit parameters are computed in float32; upstream computes in float16, where eps=1e-8 is 0.
+               bfloat16, float64 and any memory layout work
+    step       saved as a tensor, as torch.optim does; checkpoints of either and of upstream can be loaded
+    zero_grad  has upstream's default, set_to_none=False. True works too
+
+Two arguments more, by keyword only: `state_dtype` and `engine`, see `fusedstep.optimizers`.
+"""
+
+from ._lamb import NpuFusedLamb
+from ._operator import npu_apply_fused_adamw_v2
+from ._optimizers import NesterovError, NpuFusedAdam, NpuFusedAdamW, NpuFusedBertAdam, NpuFusedSGD
+
+__all__ = [
+    "NesterovError",
+    "NpuFusedAdam",
+    "NpuFusedAdamW",
+    "NpuFusedBertAdam",
+    "NpuFusedLamb",
+    "NpuFusedSGD",
+    "npu_apply_fused_adamw_v2",
+]

@@ -1,0 +1,91 @@
+"""`torch_npu.optim`'s LAMB: our passes over memory, with scalars of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .._arguments import check_adam
+from .._passes import Rule
+from .._rules import where
+from .._scalars import lamb
+from ..optimizers import LAMB
+from ._optimizers import FusedOptimizer
+
+
+def _lamb(step, lr, beta1, beta2, eps, weight_decay, adam, weights, updates):
+    """Of Lamb's scalars: no bias correction, averaged gradients, every tensor adapted, norms up to 10."""
+    # the smallest and the largest trust ratio: both 1 with `adam`, no bounds without
+    smallest, largest = adam, where(adam != 0, adam, 1e38)
+    return lamb(
+        step, lr, beta1, beta2, eps, weight_decay, 0.0, 1.0, 1.0, smallest, largest, 10.0, weights, updates
+    )
+
+
+_LAMB = LAMB._replace(scalars=_lamb)
+
+
+class NpuFusedLamb(FusedOptimizer):
+    r"""LAMB as Ascend has it, and `fusedstep.npu` says what differs.
+
+    .. math::
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        u &\leftarrow \frac{m}{\sqrt{v} + \epsilon} + \lambda p \\
+        p &\leftarrow p - \gamma\, \frac{\min(\lVert p \rVert, 10)}{\lVert u \rVert}\, u
+
+    The trust ratio is 1 where either norm is 0. Unlike `fusedstep.Lamb`, which follows the paper and Apex,
+    this has no bias correction, no weight counts as larger than 10, and gradients are not clipped unless
+    asked for.
+
+    Args:
+        params: parameters, named parameters or groups of them
+        lr: learning rate :math:`\gamma`, a number or a one-element tensor
+        betas: :math:`\beta_1` and :math:`\beta_2`, both numbers or both tensors
+        eps: :math:`\epsilon`
+        weight_decay: :math:`\lambda`
+        adam: whether the trust ratio is 1 everywhere
+        use_global_grad_norm: whether gradients are divided by their norm, over all groups, where it is above
+            1; upstream raises an error here
+        state_dtype, engine: see `fusedstep.optimizers`
+
+    >>> import torch
+    >>> from fusedstep.npu import NpuFusedLamb
+    >>> p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = NpuFusedLamb([p], lr=0.1, weight_decay=0.1)
+    >>> p.square().sum().backward()
+    >>> optimizer.step()
+    >>> p.data
+    tensor([2.6515, 3.6414])
+
+    You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020.
+    """
+
+    options = ("lr", "betas", "eps", "weight_decay", "adam")
+    switches = ("use_global_grad_norm",)
+    clip_eps = 0.0
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        use_global_grad_norm: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        check_adam(lr, betas, eps, weight_decay)
+        super().__init__({**locals(), "maximize": False, "max_grad_norm": None})
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return _LAMB
+
+    def limit(self, group: dict[str, Any]) -> float | None:
+        return 1.0 if group["use_global_grad_norm"] else None

@@ -1,0 +1,211 @@
+"""The classes of `torch_npu.optim` that are ours by another name: a signature, a choice of options."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .. import functional
+from .._optimizer import Optimizer
+from ..optimizers import SGD, Adam, AdamW, BertAdam
+
+
+class FusedOptimizer(Optimizer):
+    """What all classes of `torch_npu.optim` have beside an update."""
+
+    is_fused_optimizer = True
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Fill all gradients with zeros; with `set_to_none`, drop them."""
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale all gradients down to `max_norm`, taken over all groups; returns the norm they had."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        return functional.clip_grad_norm_(params, max_norm, norm_type)
+
+
+class NpuFusedAdam(FusedOptimizer, Adam):
+    """Adam; see `fusedstep.Adam` for the maths and `fusedstep.npu` for what differs from upstream.
+
+    Args:
+        params: parameters, named parameters or groups of them
+        lr, betas, eps, weight_decay, amsgrad: as of `fusedstep.Adam`
+        state_dtype, engine: see `fusedstep.optimizers`
+
+    >>> import torch
+    >>> from fusedstep.npu import NpuFusedAdam
+    >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    >>> optimizer = NpuFusedAdam([p], lr=0.1)
+    >>> p.square().sum().backward()
+    >>> optimizer.step()
+    >>> p.data
+    tensor([0.9000, 1.9000])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine)
+
+
+class NpuFusedAdamW(FusedOptimizer, AdamW):
+    """Adam with decoupled weight decay; see `fusedstep.AdamW`, and `fusedstep.npu` for what differs.
+
+    Args:
+        params: parameters, named parameters or groups of them
+        lr, betas, eps, weight_decay, amsgrad: as of `fusedstep.AdamW`
+        state_dtype, engine: see `fusedstep.optimizers`
+
+    >>> import torch
+    >>> from fusedstep.npu import NpuFusedAdamW
+    >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    >>> optimizer = NpuFusedAdamW([p], lr=0.1, weight_decay=0.5)
+    >>> p.square().sum().backward()
+    >>> optimizer.step()
+    >>> p.data
+    tensor([0.8500, 1.8000])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine)
+
+
+class NesterovError(ValueError, TypeError):
+    """Upstream's document promises a TypeError, its code raises a ValueError: a handler of either works."""
+
+
+class NpuFusedSGD(FusedOptimizer, SGD):
+    """Stochastic gradient descent; see `fusedstep.SGD`, and `fusedstep.npu` for what differs.
+
+    A parameter whose first gradient comes late fills its momentum buffer then, undamped, as in torch.optim.
+    Upstream has one "first" for all parameters.
+
+    Args:
+        params: parameters, named parameters or groups of them
+        lr: learning rate; required, unless every group has its own
+        momentum, dampening, weight_decay, nesterov: as of `fusedstep.SGD`
+        state_dtype, engine: see `fusedstep.optimizers`
+
+    >>> import torch
+    >>> from fusedstep.npu import NpuFusedSGD
+    >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    >>> optimizer = NpuFusedSGD([p], lr=0.1, momentum=0.9)
+    >>> p.square().sum().backward()
+    >>> optimizer.step()
+    >>> p.data
+    tensor([0.8000, 1.6000])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor | None = None,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise NesterovError(
+                f"nesterov=True needs momentum above 0 and dampening 0, not {momentum} and {dampening}; "
+                "set both so, or use nesterov=False"
+            )
+        # no rate is an infinite one, which no group gets away with
+        rate = math.inf if lr is None else lr
+        options = momentum, dampening, weight_decay, nesterov
+        super().__init__(params, rate, *options, state_dtype=state_dtype, engine=engine)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            lr = param_group.get("lr", self.defaults["lr"])
+            if isinstance(lr, float) and lr == math.inf:
+                raise ValueError(
+                    "NpuFusedSGD got no learning rate for a group; pass lr, or give every group one"
+                )
+        super().add_param_group(param_group)
+
+
+class NpuFusedBertAdam(FusedOptimizer, BertAdam):
+    """Adam as BERT was trained with; see `fusedstep.BertAdam`, and `fusedstep.npu` for what differs.
+
+    Gradients are clipped by the norm of all gradients of one group and dtype, as upstream does; but a
+    group's own `max_grad_norm` holds, and `p.grad` stays as it is. "warmup_cosine" works after the warm-up,
+    "warmup_poly" stays at 0 past the end, and a resumed run resumes its schedule.
+
+    As upstream, "warmup_linear" with `warmup=-1` starts at half the rate; `warmup=0` starts at all of it.
+
+    Args:
+        params: parameters, named parameters or groups of them
+        lr, warmup, t_total, schedule, b1, b2, e, weight_decay: as of `fusedstep.BertAdam`
+        max_grad_norm: the largest norm of a group's gradients; 0 or less: no limit
+        state_dtype, engine: see `fusedstep.optimizers`
+
+    >>> import torch
+    >>> from fusedstep.npu import NpuFusedBertAdam
+    >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    >>> optimizer = NpuFusedBertAdam([p], lr=0.1, warmup=0.1, t_total=10)
+    >>> for _ in range(2):  # the first step of a warm-up goes nowhere
+    ...     optimizer.zero_grad()
+    ...     p.square().sum().backward()
+    ...     optimizer.step()
+    >>> p.data
+    tensor([0.5741, 1.5731])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        warmup: float = -1,
+        t_total: float = -1,
+        schedule: str = "warmup_linear",
+        b1: float = 0.9,
+        b2: float = 0.999,
+        e: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | Tensor | None = 1.0,
+        *,
+        state_dtype: torch.dtype | None = None,
+        engine: str | None = None,
+    ) -> None:
+        options = lr, warmup, t_total, schedule, b1, b2, e, weight_decay, max_grad_norm
+        super().__init__(params, *options, clip_scope="group", state_dtype=state_dtype, engine=engine)
+        if any(map(_starts_at_half_the_rate, self.param_groups)):
+            warnings.warn(
+                "warmup=-1 with schedule='warmup_linear' starts at half the learning rate and goes down from "
+                "there, as in torch_npu; use warmup=0 to start at the full rate",
+                stacklevel=2,
+            )
+
+
+def _starts_at_half_the_rate(group: dict[str, Any]) -> bool:
+    return group["schedule"] == "warmup_linear" and group["warmup"] == -1 and group["t_total"] != -1
