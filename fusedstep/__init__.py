@@ -7,7 +7,8 @@
 >>> optimizer.step()
 """
 
+from . import functional
 from .optimizers import SGD, Adam, AdamW, BertAdam, Lamb
 
-__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "Lamb"]
+__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "Lamb", "functional"]
 __version__ = "0.1.0"

@@ -182,8 +182,8 @@ def clip_grad_norm_(
     total = torch.linalg.vector_norm(torch.stack([n.to(grads[0].device, dtype) for n in wide]), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so they cannot "
-            "be clipped. Pass error_if_nonfinite=False to scale them by it anyway"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so they "
+            "cannot be clipped. Pass error_if_nonfinite=False to scale them by it anyway"
         )
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

@@ -1,7 +1,11 @@
 """The optimizers once more, in float64 and NumPy, written from the papers and torch's documentation.
 
-Independent of the library on purpose: one that shared its rules could not disagree with it.
+Independent of the library on purpose: one that shared its rules could not disagree with it. Each takes one
+parameter and its gradients, step by step. Clipping looks at the gradients of several parameters and so
+comes before: `clip`, and `train` for both.
 """
+
+import math
 
 import numpy as np
 
@@ -46,3 +50,104 @@ def adam(
 
 def adamw(p, grads, lr, weight_decay=1e-2, **options):
     return adam(p, grads, lr, weight_decay=weight_decay, decoupled_weight_decay=True, **options)
+
+
+def bert_adam(
+    p,
+    grads,
+    lr,
+    warmup=-1,
+    t_total=-1,
+    schedule="warmup_linear",
+    b1=0.9,
+    b2=0.999,
+    e=1e-6,
+    weight_decay=0.01,
+    maximize=False,
+):
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for done, g in enumerate(grads):
+        g = -g if maximize else g
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g
+        rate = lr if t_total == -1 else lr * scheduled(done / t_total, warmup, schedule)
+        p = p - rate * (m / (np.sqrt(v) + e) + weight_decay * p)
+    return p, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def scheduled(x, warmup, schedule):
+    if x < warmup:
+        return x / warmup
+    return {
+        "warmup_constant": lambda: 1.0,
+        "warmup_linear": lambda: max((x - 1) / (warmup - 1), 0.0),
+        "warmup_poly": lambda: max(1 - x, 0.0) ** 0.5,
+        "warmup_cosine": lambda: 0.5 * (1 + math.cos(math.pi * x)),
+    }[schedule]()
+
+
+def lamb(
+    p,
+    grads,
+    lr,
+    betas=(0.9, 0.999),
+    eps=1e-6,
+    weight_decay=0.01,
+    bias_correction=True,
+    grad_averaging=True,
+    trust_bounds=(0.0, math.inf),
+    max_weight_norm=math.inf,
+    always_adapt=False,
+    maximize=False,
+):
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t, g in enumerate(grads, 1):
+        g = -g if maximize else g
+        m = betas[0] * m + (1 - betas[0] if grad_averaging else 1) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        first, second = m, v
+        if bias_correction:
+            first, second = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        u = first / (np.sqrt(second) + eps) + weight_decay * p
+        of_weights, of_update, ratio = np.sqrt((p * p).sum()), np.sqrt((u * u).sum()), 1.0
+        if (weight_decay or always_adapt) and of_weights > 0 and of_update > 0:
+            ratio = min(of_weights, max_weight_norm) / of_update
+            ratio = min(max(ratio, trust_bounds[0]), trust_bounds[1])
+        p = p - lr * ratio * u
+    return p, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def clip(grads, limit, eps=1e-6, together=None):
+    """The gradients of one step scaled down to a norm of `limit`; None, 0 or less: no limit.
+
+    Some may be None. `together` labels those that share a norm by equal values; None: all do.
+    """
+    together = [0] * len(grads) if together is None else together
+    squares = dict.fromkeys(together, 0.0)
+    for g, label in zip(grads, together, strict=True):
+        squares[label] += 0.0 if g is None else float((g * g).sum())
+    clipped = []
+    for g, label in zip(grads, together, strict=True):
+        norm = math.sqrt(squares[label]) + eps
+        factor = limit / norm if limit is not None and 0 < limit < norm else 1.0
+        clipped.append(None if g is None else g * factor)
+    return clipped
+
+
+# limit, scope and eps, unless options say otherwise
+CLIPPING = {bert_adam: (1.0, "tensor", 1e-6), lamb: (1.0, "global", 0.0)}
+
+
+def clipping(rule, options):
+    """How `options` clip before this rule: limit, scope and eps."""
+    limit, scope, eps = CLIPPING.get(rule, (None, "global", 1e-6))
+    return options.get("max_grad_norm", limit), options.get("clip_scope", scope), eps
+
+
+def train(rule, params, grads, **options):
+    """Value and states of all parameters, of one group and dtype, after the steps with these gradients."""
+    limit, scope, eps = clipping(rule, options)
+    together = range(len(params)) if scope == "tensor" else None
+    steps = [clip(step, limit, eps, together) for step in grads]
+    own = {name: value for name, value in options.items() if name not in ("max_grad_norm", "clip_scope")}
+    return [rule(p, [step[i] for step in steps], **own) for i, p in enumerate(params)]

@@ -182,6 +182,27 @@ def test_sharded_parameters_step_through_the_torch_engine(case):
     torch.testing.assert_close(p.full_tensor(), plain)
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("cls", [fusedstep.AdamW, fusedstep.Lamb])
+def test_sharded_and_plain_parameters_are_clipped_by_one_norm(cls):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    shard = lambda t: distribute_tensor(t.detach().clone(), mesh, [Shard(0)])
+    plain = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
+    mixed = [torch.nn.Parameter(shard(plain[0])), torch.nn.Parameter(plain[1].detach().clone())]
+    a, b = (cls(params, lr=0.1, max_grad_norm=0.5) for params in (mixed, plain))
+    for scale in (1.0, 0.001, 100.0):
+        for p, q in zip(mixed, plain, strict=True):
+            q.grad = scale * torch.randn(4, 3)
+            p.grad = shard(q.grad) if p is mixed[0] else q.grad.clone()
+        a.step()
+        b.step()
+    torch.testing.assert_close(mixed[0].full_tensor(), plain[0])
+    torch.testing.assert_close(mixed[1], plain[1])
+
+
 @cases
 def test_fake_tensors_step_without_computing(case):
     from torch._subclasses.fake_tensor import FakeTensorMode

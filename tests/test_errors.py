@@ -157,6 +157,25 @@ def test_settings_that_do_not_exist_are_listed():
         fusedstep.AdamW([p], state_dtype=torch.int8)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "warmup_square"}, r"Invalid schedule: 'warmup_square'.*'warmup_constant'"),
+        ({"warmup": 1.0}, "Invalid warmup: 1.0"),
+        ({"warmup": -0.5}, "Invalid warmup: -0.5"),
+        ({"t_total": 0}, "Invalid t_total: 0"),
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"b1": 1.0}, "Invalid beta parameter at index 0"),
+        ({"b2": -0.1}, "Invalid beta parameter at index 1"),
+        ({"e": -1e-6}, "Invalid epsilon value"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_schedule_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fusedstep.BertAdam([torch.nn.Parameter(torch.ones(1))], **options)
+
+
 @pytest.mark.parametrize("lr", [None, "0.1", [0.1], (0.1, 0.2), torch.tensor([0.1, 0.2])], ids=str)
 def test_an_option_that_is_no_number_stops_the_step_before_it_starts(lr, engine):
     p = torch.nn.Parameter(torch.randn(4))
