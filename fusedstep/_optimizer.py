@@ -20,6 +20,8 @@ from ._passes import Rule
 from ._plan import Plan
 from ._table import CLIP_SCOPES, Amp
 
+TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
+TORCH_FLAGS += ("foreach", "capturable", "differentiable", "fused")
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -145,11 +147,12 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._plan = None
         self.unsaved_steps = state.get("unsaved_steps", {})
-        # a checkpoint that lacks an option was saved before it existed, when all did as its default does
+        # a checkpoint without one of torch's flags was saved before there was one, when all did as its default
+        # does; one without an option of ours comes from elsewhere, and what was chosen here stays
         arguments = _arguments(type(self))
         for group in self.param_groups:
             for name, value in self.defaults.items():
-                group.setdefault(name, arguments[name].default if name in arguments else value)
+                group.setdefault(name, arguments[name].default if name in TORCH_FLAGS else value)
             group.update(self.fixed)
         for p, values in self.state.items():
             if isinstance(values, dict):

@@ -46,7 +46,7 @@ def adamw_(
     maximize: bool = False,
     engine: str | None = None,
 ) -> None:
-    r"""One AdamW update of tensors, or of lists of them in one launch, in place.
+    r"""One AdamW update of a tensor, or of lists of tensors at once, in place.
 
     .. math::
         p &\leftarrow (1 - \gamma \lambda) p \\
@@ -143,8 +143,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     r"""Scale the gradients of `parameters` down, in place, until together they have a norm of `max_norm`.
 
-    A drop-in for `torch.nn.utils.clip_grad_norm_`, with the L2 norm summed in float64 whatever the gradients'
-    dtypes. Optimizers take `max_grad_norm` themselves and then need no pass for scaling.
+    A drop-in for `torch.nn.utils.clip_grad_norm_`, with squares in float32 and their sum in float64 whatever
+    the gradients' dtypes. Optimizers take `max_grad_norm` themselves and then need no pass for scaling.
 
     .. math::
         g \leftarrow g \cdot \min(1, c / (\lVert g \rVert + 10^{-6}))

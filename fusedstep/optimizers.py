@@ -8,6 +8,9 @@ Arguments that every class takes beyond its own:
     state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters; None: the
                    parameter's. It holds through save and load, whatever the checkpoint was saved with
     engine         "torch", "cpu" or "triton" to insist on one; None: the best one for each parameter
+
+Those that torch.optim has also take what they take there:
+
     foreach, fused, capturable
                    accepted so that existing calls keep working. Every step here is fused, and can be
                    captured in a CUDA graph
