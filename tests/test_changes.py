@@ -262,7 +262,7 @@ def test_schedulers_steer_ours_as_they_steer_torch(kind, scheduler, engine):
 
 def test_a_quiet_step_allocates_nothing(monkeypatch):
     """Nothing changed: no table is built, no address written, nothing uploaded or compiled."""
-    from fusedstep import _plan
+    from fusedstep import _plan, _table
 
     params = [torch.nn.Parameter(torch.randn(50)) for _ in range(20)]
     for p in params:
@@ -274,9 +274,11 @@ def test_a_quiet_step_allocates_nothing(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("a quiet step did work")
 
-    for name in ("_upload", "make_entry", "Table", "Plan"):
+    for name in ("upload", "make_entry", "make_tables", "Plan"):
         monkeypatch.setattr(_plan, name, forbidden)
-    monkeypatch.setattr(_plan.Bucket, "survey", forbidden)
+    for name in ("upload", "Table"):
+        monkeypatch.setattr(_table, name, forbidden)
+    monkeypatch.setattr(_table.Bucket, "survey", forbidden)
     monkeypatch.setattr(torch, "empty_strided", forbidden)
     monkeypatch.setattr(torch, "zeros", forbidden)
     optimizer.step()

@@ -7,7 +7,7 @@ import torch
 
 import fusedstep
 from tests.cases import CASES, KINDS, name_of
-from tests.numerics import assert_alike, judge
+from tests.numerics import assert_alike, judge, roundings
 from tests.test_layouts import LAYOUTS
 from tests.test_numerics import DTYPES, MIXED, exact, gradients, parameters, run
 
@@ -25,11 +25,11 @@ def test_fifty_steps_are_as_close_to_float64_as_torch_is(case, dtype):
     peer = case.theirs(theirs, fused=dtype.itemsize == 2, **case.options)
     run(optimizer, ours, grads)
     run(peer, theirs, grads)
-    roundings = 2 if dtype.itemsize > 2 else 8
+    allowed = roundings(case, dtype)
     for p, q, (value, states) in zip(ours, theirs, exact(case, start, grads), strict=True):
-        judge(p.detach().cpu(), q.detach().cpu(), value, "parameter", roundings)
+        judge(p.detach().cpu(), q.detach().cpu(), value, "parameter", allowed)
         for name, state in states.items():
-            judge(optimizer.state[p][name].cpu(), peer.state[q][name].cpu(), state, name, roundings)
+            judge(optimizer.state[p][name].cpu(), peer.state[q][name].cpu(), state, name, allowed)
 
 
 # from float64 a CPU rounds to 16 bits by way of 32, a GPU at once: all other mixes give the same bits

@@ -7,7 +7,7 @@ import torch
 import fusedstep
 from tests import reference
 from tests.cases import CASES, KINDS, name_of
-from tests.numerics import judge
+from tests.numerics import judge, roundings
 
 STEPS = 50
 # in its interpreter Triton is slow; compiled, on a GPU, it takes as many as the others
@@ -81,11 +81,10 @@ def test_many_steps_are_as_close_to_float64_as_torch_is(case, dtype, engine):
     run(optimizer, ours, grads)
     run(peer, theirs, grads)
     for p, q, (value, states) in zip(ours, theirs, exact(case, start, grads), strict=True):
-        # a 16-bit parameter is rounded at every step, and we are not to be worse than that
-        judge(p.detach(), q.detach(), value, "parameter", roundings=2 if dtype.itemsize > 2 else 8)
+        judge(p.detach(), q.detach(), value, "parameter", roundings(case, dtype))
         for name, state in states.items():
             mine, other = optimizer.state[p][name], peer.state[q][name]
-            judge(mine, other, state, name, roundings=2 if dtype.itemsize > 2 else 8)
+            judge(mine, other, state, name, roundings(case, dtype))
 
 
 @pytest.mark.parametrize("dtypes", MIXED, ids=str)
