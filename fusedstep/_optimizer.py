@@ -152,7 +152,8 @@ class Optimizer(torch.optim.Optimizer):
         arguments = _arguments(type(self))
         for group in self.param_groups:
             for name, value in self.defaults.items():
-                group.setdefault(name, arguments[name].default if name in TORCH_FLAGS else value)
+                is_flag = name in TORCH_FLAGS and name in arguments
+                group.setdefault(name, arguments[name].default if is_flag else value)
             group.update(self.fixed)
         for p, values in self.state.items():
             if isinstance(values, dict):

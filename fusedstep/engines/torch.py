@@ -75,7 +75,9 @@ def sweep(table, k: int, amp) -> None:
     for i, (entry, scalars) in enumerate(zip(table.entries, rows, strict=True)):
         terms = () if entry.grad is None else _update(entry, table.passes(entry.rule)[k], scalars, amp)
         for sums, term in zip(table.sums[table.columns(k)], terms, strict=False):
-            sums[i] = term.to(sums.dtype).sum()
+            total = term.to(sums.dtype).sum()
+            # of a sharded tensor, over all its shards
+            sums[i] = total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
 def _update(entry, a_pass, scalars: list[float] | Tensor, amp) -> tuple:
