@@ -7,8 +7,6 @@ from tests.cases import CASES, KINDS, name_of
 
 # each half: warm-ups end in the first, schedules in the second
 STEPS = 20
-# in its interpreter Triton is slow
-FEW_STEPS = 8
 
 
 def make(case, start, engine, **options):
@@ -24,7 +22,7 @@ def train(params, optimizer, grads):
 
 
 def resume_is_exact(case, engine, path, dtype=torch.float32, **options):
-    steps, shapes = (FEW_STEPS, [(3,)]) if engine == "triton" else (STEPS, [(3, 5), (), (70,)])
+    steps, shapes = STEPS, [(3,)] if engine == "triton" else [(3, 5), (), (70,)]
     start = [torch.randn(shape).to(dtype) for shape in shapes]
     # of changing size, so that some are clipped and some are not
     sizes = 10 ** torch.linspace(-2, 1, 2 * steps)[torch.randperm(2 * steps)]
