@@ -34,6 +34,7 @@ def assert_alike(case: Case, ours: torch.Tensor, other: torch.Tensor) -> None:
     if not case.sums:
         assert torch.equal(ours, other)
     elif ours.numel():
+        # sums are float64, so that only for float64 values their own rounding shows
+        tolerance = (200 if ours.dtype == torch.float64 else 4) * torch.finfo(ours.dtype).eps
         # by the largest element: where terms cancel, a small one keeps none of its digits
-        eps = torch.finfo(ours.dtype).eps
-        torch.testing.assert_close(ours, other, rtol=4 * eps, atol=4 * eps * float(other.abs().max()))
+        torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
