@@ -71,7 +71,9 @@ def test_the_judges_agree_with_each_other(case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_fifty_steps_are_as_close_to_float64_as_torch_is(case, dtype, engine):
-    start, grads = parameters(dtype), gradients(dtype)
+    # the interpreter takes seconds for what a GPU, where all take all steps, does in milliseconds
+    steps = 10 if engine == "triton" and case not in KINDS else STEPS
+    start, grads = parameters(dtype), gradients(dtype, steps=steps)
     ours, theirs = ([torch.nn.Parameter(p.detach().clone()) for p in start] for _ in range(2))
     optimizer = case.ours(ours, engine=engine, **case.options)
     # in 16 bits torch's unfused Adam computes NaN; its fused one computes in fp32, as we do
