@@ -20,8 +20,8 @@ from ._passes import Rule
 from ._plan import Plan
 from ._table import CLIP_SCOPES, Amp
 
-TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
-TORCH_FLAGS += ("foreach", "capturable", "differentiable", "fused")
+_WAYS = ("foreach", "capturable", "differentiable", "fused")
+TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

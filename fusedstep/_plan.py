@@ -82,7 +82,7 @@ class Plan:
         groups, state = optimizer.param_groups, optimizer.state
         self._states = [*state.values()]
         self._scan = None
-        if _scan.API is not None and _scan.Groups.can_read(groups, state):
+        if _scan.Groups.can_read(groups, state):
             options = () if self._volatile else optimizer.all_options
             self._scan = _scan.Groups(groups, options, state, self._pending)
 

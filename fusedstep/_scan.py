@@ -8,8 +8,8 @@ a torch that lays out its tensors otherwise), the plan always does.
 
 Options, parameters and state dicts are compared by identity, and kept alive so that no other object can
 take their place. Gradients and states are not kept: they are compared by dtype, device, sizes, strides,
-dispatch keys (sparse, conjugate, wrapped, ...) and address. All but the last are read straight from
-torch's tensor structure, whose offsets are found by looking at tensors of known shape.
+dispatch keys (sparse, conjugate, wrapped, ...) and address, read straight from torch's structures, whose
+offsets are found by looking at tensors of known contents.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ._entry import Entry
 SAME, MOVED, UNSURE = range(3)
 
 # what the compiled loops are handed in one array: addresses of C functions and Python objects, offsets
-_FUNCTIONS = ("PyObject_GetAttr", "PyDict_GetItemWithError", "PyDict_Next", "PyErr_Clear", "Py_DecRef")
-GET_ATTR, GET_ITEM, NEXT, CLEAR, DEC_REF, DATA_PTR = range(6)
-_OBJECTS = ("grad", "params", "step", None, Tensor, torch.nn.Parameter)
-GRAD, PARAMS, STEP, NONE, TENSOR, PARAMETER = range(6, 12)
-IMPL, SHAPE, KEYS = range(12, 15)
+_FUNCTIONS = ("PyDict_GetItemWithError", "PyDict_Next", "PyErr_Clear")
+GET_ITEM, NEXT, CLEAR = range(3)
+_OBJECTS = ("params", "step", None, Tensor, torch.nn.Parameter)
+PARAMS, STEP, NONE, TENSOR, PARAMETER = range(3, 8)
+IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD = range(8, 16)
 
 # columns of what is remembered of a parameter
 PARAM, STATE, COUNT = range(3)
-# and of a tensor: dimensions, sizes and strides, dtype with device, dispatch keys
+# and of a tensor: dimensions, sizes and strides, dtype with device, dispatch keys, bytes of an element
 MOST_DIMS = 5
-WORDS = 1 + 2 * MOST_DIMS + 2
+WORDS = 1 + 2 * MOST_DIMS + 3
 
 
 def _words(address: int, count: int) -> list[int]:
@@ -47,36 +47,65 @@ def _words(address: int, count: int) -> list[int]:
 
 
 def _offsets() -> list[int] | None:
-    """Where a Python tensor points to torch's, and where that has its shape and keys; None if unclear."""
+    """Where a Python tensor points to torch's, and where that has what we look at; None if unclear.
+
+    Shape and offset are found by their values, and so is the memory; the keys are what conjugation alone
+    changes; the gradient hangs on what a tensor gets when it requires one. Last comes what stands there
+    instead of a gradient.
+    """
     t = torch.empty(3, 5, 7, 11, 13, device="cpu")
     z = torch.empty(1, dtype=torch.complex64, device="cpu")
     inside, tensor = _words(id(t), 6), _words(t._cdata, 25)
     plain, conjugate = _words(z._cdata, 25), _words(z.conj()._cdata, 25)
     shape = [5, *t.shape, *t.stride(), 0, t.numel()]
     starts = [i for i in range(len(tensor) - len(shape)) if tensor[i : i + len(shape)] == shape]
-    if inside.count(t._cdata) != 1 or len(starts) != 1:
+    memory, storage = t.untyped_storage().data_ptr(), t.untyped_storage()._cdata
+    if inside.count(t._cdata) != 1 or len(starts) != 1 or tensor.count(storage) != 1:
         return None
     after = starts[0] + len(shape)
-    # the word after numel begins with dtype and device; the keys are what conjugation alone changes
+    # the word after numel begins with dtype and device
     keys = [i for i in range(after + 1, len(tensor)) if plain[i] != conjugate[i]]
     same = all(plain[i] == conjugate[i] for i in (starts[0], starts[0] + 1, after))
-    if not keys or keys[0] > after + 3 or not same:
+    requiring = _words(t.requires_grad_()._cdata, 25)
+    meta = [i for i in range(len(tensor)) if tensor[i] != requiring[i]]
+    if not keys or keys[0] > after + 3 or not same or len(meta) != 1 or memory not in _words(storage, 6):
         return None
-    return [8 * inside.index(t._cdata), 8 * starts[0], 8 * keys[0]]
+    without = _words(_words(t._cdata, 25)[meta[0]], 8)
+    t.grad = torch.empty_like(t)
+    with_grad = _words(_words(t._cdata, 25)[meta[0]], 8)
+    if with_grad.count(t.grad._cdata) != 1:
+        return None
+    grad = with_grad.index(t.grad._cdata)
+    places = [inside.index(t._cdata), starts[0], keys[0], tensor.index(storage)]
+    places += [_words(storage, 6).index(memory), meta[0], grad]
+    return [*(8 * place for place in places), without[grad]]
 
 
 def _api() -> np.ndarray | None:
-    data_ptr = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", None)
-    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED") or not data_ptr:
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     offsets = _offsets()
     if offsets is None:
         return None
     functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _FUNCTIONS]
-    return np.array([*functions, data_ptr, *map(id, _OBJECTS), *offsets], np.int64)
+    return np.array([*functions, *map(id, _OBJECTS), *offsets], np.int64)
 
 
 API = _api()
+
+
+def _has_own_grad(p: Tensor) -> bool:
+    """Whether the gradient is where torch keeps it, and not what a subclass makes of it."""
+    return type(p).grad is Tensor.grad
+
+
+def _read(tensors: Sequence[Sequence[Tensor]]) -> tuple[np.ndarray, np.ndarray]:
+    """What kind of tensor each is, and where."""
+    from ._scan_kernels import read_tensors
+
+    ids = np.array([[*map(id, roles)] for roles in tensors], np.int64)
+    sizes = np.array([[t.element_size() for t in roles] for roles in tensors], np.int64)
+    return read_tensors(API, ids, sizes)
 
 
 def _ids(objects: Iterable[Any]) -> np.ndarray:
@@ -101,9 +130,11 @@ class Groups:
     def can_read(groups: Any, state: Any) -> bool:
         """Whether these are the lists and dicts whose structure the compiled loop knows."""
         return (
-            type(groups) is list
+            API is not None
+            and type(groups) is list
             and isinstance(state, dict)
             and all(isinstance(group, dict) and type(group["params"]) is list for group in groups)
+            and all(_has_own_grad(p) for group in groups for p in group["params"])
         )
 
     def same(self, groups: Any, state: Any) -> bool:
@@ -119,8 +150,6 @@ class Entries:
     """Parameters with their gradients, states and step counts as they were, and where."""
 
     def __init__(self, entries: Sequence[Entry], names: Sequence[str], absent: list[Tensor]) -> None:
-        from ._scan_kernels import read_tensors
-
         params, states = [e.param for e in entries], [e.state for e in entries]
         counts = [e.step if e.rule.saves_step else None for e in entries]
         self._kept = params, states, counts, names, absent
@@ -128,16 +157,17 @@ class Entries:
         self._facts = np.stack([*map(_ids, columns)], 1)
         self._names, self._absent = _ids(names), _ids(absent)
         tensors = [(e.param, e.param.grad, *(e.state[name] for name in names)) for e in entries]
-        self._tensors = read_tensors(API, np.array([[*map(id, roles)] for roles in tensors], np.int64))
+        self._tensors, self.addresses = _read(tensors)
         # a count may be given other memory without becoming another object
-        self._counts = np.array([0 if c is None else c.data_ptr() for c in counts], np.int64)
-        self.addresses = np.array([e.addresses() for e in entries], np.int64)
+        places = [(0, 0) if c is None else (c.data_ptr(), c.element_size()) for c in counts]
+        self._counts = np.array(places, np.int64)
 
     @staticmethod
     def can_read(entries: Sequence[Entry]) -> bool:
         if API is None or not entries:
             return False
         dicts = all(e.param.dim() <= MOST_DIMS and isinstance(e.state, dict) for e in entries)
+        dicts = dicts and all(_has_own_grad(e.param) for e in entries)
         # a gradient that is not its parameter's is looked at by whoever hands it over
         return dicts and all(e.given is None for e in entries)
 
@@ -156,11 +186,7 @@ class Lists:
     """Lists of tensors as they were, the n-th of each belonging together, and where."""
 
     def __init__(self, lists: Sequence[list[Tensor]]) -> None:
-        from ._scan_kernels import read_tensors
-
-        together = [*zip(*lists, strict=True)]
-        self._tensors = read_tensors(API, np.array([[*map(id, roles)] for roles in together], np.int64))
-        self.addresses = np.array([[t.data_ptr() for t in roles] for roles in together], np.int64)
+        self._tensors, self.addresses = _read([*zip(*lists, strict=True)])
 
     @staticmethod
     def can_read(lists: Sequence[list[Tensor]]) -> bool:

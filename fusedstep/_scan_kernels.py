@@ -12,16 +12,16 @@ from ._cache import kept_on_disk
 from ._scan import (
     CLEAR,
     COUNT,
-    DATA_PTR,
-    DEC_REF,
-    GET_ATTR,
+    DATA,
     GET_ITEM,
     GRAD,
     IMPL,
     KEYS,
+    META,
     MOST_DIMS,
     MOVED,
     NEXT,
+    NO_GRAD,
     NONE,
     PARAM,
     PARAMETER,
@@ -30,6 +30,7 @@ from ._scan import (
     SHAPE,
     STATE,
     STEP,
+    STORAGE,
     TENSOR,
     UNSURE,
     WORDS,
@@ -37,8 +38,10 @@ from ._scan import (
 
 # offsets in CPython's objects: the type of any, size and items of a list
 _TYPE, _SIZE, _ITEMS = 8, 16, 24
-# in torch's, from its number of dimensions: the word that begins with dtype (2 bytes) and device (3 bytes)
-_KIND, _KIND_BYTES = 8 * (1 + 2 * MOST_DIMS + 2), 0xFFFFFFFFFF
+# in torch's, from its number of dimensions: the offset into its memory, and after the number of elements the
+# word that begins with dtype (2 bytes) and device (3 bytes)
+_OFFSET = 8 * (1 + 2 * MOST_DIMS)
+_KIND, _KIND_BYTES = _OFFSET + 16, 0xFFFFFFFFFF
 
 
 @intrinsic
@@ -80,10 +83,17 @@ def _item(api, mapping, key):
     return found
 
 
+@_inline
+def _address(api, impl, size):
+    """Where a tensor's first element lies; only for those that have memory."""
+    return _word(_word(impl + api[STORAGE]) + api[DATA]) + size * _word(impl + api[SHAPE] + _OFFSET)
+
+
 @_compiled
-def read_tensors(api, tensors):
+def read_tensors(api, tensors, sizes):
     """What kind of tensor each is; only as many sizes and strides as it has dimensions mean anything."""
     words = np.zeros((tensors.shape[0], tensors.shape[1], WORDS), np.int64)
+    addresses = np.zeros(tensors.shape, np.int64)
     for i in range(tensors.shape[0]):
         for k in range(tensors.shape[1]):
             impl = _word(tensors[i, k] + api[IMPL])
@@ -94,13 +104,14 @@ def read_tensors(api, tensors):
                 words[i, k, 1 + MOST_DIMS + d] = _word(shape + 8 * (1 + MOST_DIMS + d))
             words[i, k, 1 + 2 * MOST_DIMS] = _word(shape + _KIND) & _KIND_BYTES
             words[i, k, 2 + 2 * MOST_DIMS] = _word(impl + api[KEYS])
-    return words
+            words[i, k, 3 + 2 * MOST_DIMS] = sizes[i, k]
+            addresses[i, k] = _address(api, impl, sizes[i, k])
+    return words, addresses
 
 
 @_inline
-def _is_still(api, tensor, words, i, k):
-    """Whether a tensor is of the recorded kind; then it has memory, and an address to ask for."""
-    impl = _word(tensor + api[IMPL])
+def _is_still(api, impl, words, i, k):
+    """Whether a tensor is of the recorded kind; then it has memory, and an address."""
     shape = impl + api[SHAPE]
     different = _word(shape) ^ words[i, k, 0]
     different |= (_word(shape + _KIND) & _KIND_BYTES) ^ words[i, k, 1 + 2 * MOST_DIMS]
@@ -112,37 +123,40 @@ def _is_still(api, tensor, words, i, k):
 
 
 @_inline
+def _lies_at(api, impl, words, i, k):
+    return _address(api, impl, words[i, k, 3 + 2 * MOST_DIMS])
+
+
+@_inline
+def _grad(api, impl):
+    """torch's gradient of torch's tensor, 0 if there is none."""
+    meta = _word(impl + api[META])
+    if meta == 0:
+        return 0
+    grad = _word(meta + api[GRAD])
+    return 0 if grad == api[NO_GRAD] else grad
+
+
+@_inline
 def _any_grad(api, params):
+    found = 0
     for i in range(len(params)):
-        grad = _call(api[GET_ATTR], (params[i], api[GRAD]))
-        if grad == 0:
-            _call(api[CLEAR], ())
-            return True
-        _call(api[DEC_REF], (grad,))
-        if grad != api[NONE]:
-            return True
-    return False
+        found |= _grad(api, _word(params[i] + api[IMPL]))
+    return found != 0
 
 
 @_compiled
 def scan_entries(api, facts, tensors, names, counts, absent, addresses):
     verdict = SAME
     for i in range(len(facts)):
-        param, state, count = facts[i, PARAM], facts[i, STATE], facts[i, COUNT]
-        if not _is_still(api, param, tensors, i, 0):
+        state, count = facts[i, STATE], facts[i, COUNT]
+        impl = _word(facts[i, PARAM] + api[IMPL])
+        if not _is_still(api, impl, tensors, i, 0) or _lies_at(api, impl, tensors, i, 0) != addresses[i, 0]:
             return UNSURE
-        if _call(api[DATA_PTR], (param,)) != addresses[i, 0]:
+        grad = _grad(api, impl)
+        if grad == 0 or not _is_still(api, grad, tensors, i, 1):
             return UNSURE
-        grad = _call(api[GET_ATTR], (param, api[GRAD]))
-        if grad == 0:
-            _call(api[CLEAR], ())
-            return UNSURE
-        # a gradient that only its parameter owns may be gone with our reference: drop that last
-        if _word(grad + _TYPE) != api[TENSOR] or not _is_still(api, grad, tensors, i, 1):
-            _call(api[DEC_REF], (grad,))
-            return UNSURE
-        address = _call(api[DATA_PTR], (grad,))
-        _call(api[DEC_REF], (grad,))
+        address = _lies_at(api, grad, tensors, i, 1)
         if address != addresses[i, 1]:
             addresses[i, 1] = address
             verdict = MOVED
@@ -150,13 +164,16 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
             tensor = _item(api, state, names[k])
             if tensor == 0 or _word(tensor + _TYPE) != api[TENSOR]:
                 return UNSURE
-            if not _is_still(api, tensor, tensors, i, 2 + k):
+            impl = _word(tensor + api[IMPL])
+            if not _is_still(api, impl, tensors, i, 2 + k):
                 return UNSURE
-            if _call(api[DATA_PTR], (tensor,)) != addresses[i, 2 + k]:
+            if _lies_at(api, impl, tensors, i, 2 + k) != addresses[i, 2 + k]:
                 return UNSURE
         if count == api[NONE]:
             continue
-        if _item(api, state, api[STEP]) != count or _call(api[DATA_PTR], (count,)) != counts[i]:
+        if _item(api, state, api[STEP]) != count:
+            return UNSURE
+        if _address(api, _word(count + api[IMPL]), counts[i, 1]) != counts[i, 0]:
             return UNSURE
     return UNSURE if _any_grad(api, absent) else verdict
 
@@ -204,9 +221,10 @@ def scan_lists(api, lists, tensors, addresses):
             kind = _word(tensor + _TYPE)
             if kind != api[TENSOR] and kind != api[PARAMETER]:
                 return UNSURE
-            if not _is_still(api, tensor, tensors, i, k):
+            impl = _word(tensor + api[IMPL])
+            if not _is_still(api, impl, tensors, i, k):
                 return UNSURE
-            address = _call(api[DATA_PTR], (tensor,))
+            address = _lies_at(api, impl, tensors, i, k)
             if address != addresses[i, k]:
                 addresses[i, k] = address
                 verdict = MOVED
