@@ -26,13 +26,13 @@ STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base of all optimizers here; a subclass adds a signature, `options` and `rule`, nothing else."""
+    """Base of all optimizers here; a subclass adds a signature, a rule and how that takes its options."""
 
     # the group options its scalars are prepared from, in that order, and those that only choose the rule
     options: ClassVar[tuple[str, ...]]
     switches: ClassVar[tuple[str, ...]] = ()
-    # what an option may be instead of a number; it counts as its position here
-    words: ClassVar[tuple[str, ...]] = ()
+    # the words that an option is one of, instead of a number; each counts as its position here
+    words: ClassVar[dict[str, tuple[str, ...]]] = {}
     # added to a norm before the limit is divided by it, as torch's clip_grad_norm_ does
     clip_eps: ClassVar[float] = 1e-6
     # other names that checkpoints have for its states
@@ -55,9 +55,13 @@ class Optimizer(torch.optim.Optimizer):
             defaults.pop(name, None)
         params, state_dtype, engine = (defaults.pop(name) for name in ("params", "state_dtype", "engine"))
         clip_scope = defaults.pop("clip_scope", "global")
-        if defaults["max_grad_norm"] is None:
+        limit, argument = defaults["max_grad_norm"], _arguments(type(self)).get("max_grad_norm")
+        if limit is not None and (not isinstance(limit, (int, float, Tensor)) or limit != limit):
+            raise ValueError(f"Invalid max_grad_norm: {limit!r}; use a number, or None for no limit")
+        if limit is None and (argument is None or argument.default is None):
             # groups then read as torch's do
             del defaults["max_grad_norm"]
+        self.check(defaults)
         _check_flags(defaults)
         if state_dtype is not None and state_dtype not in STATE_DTYPES:
             raise ValueError(f"Invalid state_dtype: {state_dtype}; use one of {STATE_DTYPES}, or None")
@@ -76,6 +80,18 @@ class Optimizer(torch.optim.Optimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         """The rule that steps this group."""
         raise NotImplementedError
+
+    def check(self, options: dict[str, Any]) -> None:
+        """Raise where options, of a group or of all, make no sense."""
+
+    def number(self, option: str, value: Any) -> Any:
+        """The value of an option, a word as its number."""
+        words = self.words.get(option)
+        if words is None:
+            return value
+        if value not in words:
+            raise ValueError(f"Invalid {option}: {value!r}; use one of {words}")
+        return words.index(value)
 
     def limit(self, group: dict[str, Any]) -> Any:
         """The norm that this group's gradients are clipped to, if any."""
@@ -118,22 +134,12 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
             _check_flags(param_group)
+            self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for group in state_dict["param_groups"]:
-            _check_flags(group)
-            # flags came later than the class and may be missing, and so may what is only ours; numbers may not
-            numbers = [name for name in self.options if not isinstance(self.defaults[name], bool)]
-            ours = [name for name, a in _arguments(type(self)).items() if a.kind == a.KEYWORD_ONLY]
-            missing = [name for name in numbers if name not in group and name not in ours]
-            if missing:
-                raise ValueError(
-                    f"the checkpoint has no {', '.join(missing)} for a group of {type(self).__name__}: "
-                    "it seems to come from another optimizer; load a checkpoint of this one"
-                )
-        # torch's loader would cast every state to the parameter's dtype: hand it boxes, after the user's hooks
-        handle = self.register_load_state_dict_pre_hook(_boxed)
+        # after the user's hooks
+        handle = self.register_load_state_dict_pre_hook(_loadable)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -147,13 +153,9 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._plan = None
         self.unsaved_steps = state.get("unsaved_steps", {})
-        # a checkpoint without one of torch's flags was saved before there was one, when all did as its default
-        # does; one without an option of ours comes from elsewhere, and what was chosen here stays
-        arguments = _arguments(type(self))
         for group in self.param_groups:
             for name, value in self.defaults.items():
-                is_flag = name in TORCH_FLAGS and name in arguments
-                group.setdefault(name, arguments[name].default if is_flag else value)
+                group.setdefault(name, value)
             group.update(self.fixed)
         for p, values in self.state.items():
             if isinstance(values, dict):
@@ -178,24 +180,45 @@ class _Box:
         self.tensor = tensor
 
 
-def _boxed(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with its states by our names and in boxes, and a count for every parameter."""
+def _loadable(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as torch's loader can take it: all options there, and states by our names."""
     groups = [{**group} for group in state_dict["param_groups"]]
+    for saved, group in zip(groups, optimizer.param_groups, strict=False):
+        _complete(optimizer, saved, group)
     # Apex counts per group
     counts = {key: group["step"] for group in groups for key in group["params"] if "step" in group}
-    for group in groups:
-        group.pop("step", None)
+    states = {key: _boxed(optimizer, values, counts.get(key)) for key, values in state_dict["state"].items()}
+    return {**state_dict, "state": states, "param_groups": groups}
 
-    def box(key: Any, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        values = {optimizer.aliases.get(name, name): value for name, value in values.items()}
-        if key in counts:
-            values.setdefault("step", counts[key])
-        return {name: _Box(v) if isinstance(v, Tensor) else v for name, v in values.items()}
 
-    boxed = {key: box(key, values) for key, values in state_dict["state"].items()}
-    return {**state_dict, "state": boxed, "param_groups": groups}
+def _complete(optimizer: Any, saved: dict[str, Any], group: dict[str, Any]) -> None:
+    """Give a saved group what it lacks, or raise if that is what no other optimizer can tell."""
+    _check_flags(saved)
+    arguments = _arguments(type(optimizer))
+    ours = [name for name, a in arguments.items() if a.kind == a.KEYWORD_ONLY]
+    numbers = [name for name in optimizer.options if not isinstance(optimizer.defaults[name], bool)]
+    missing = [name for name in numbers if name not in saved and name not in ours]
+    if missing:
+        raise ValueError(
+            f"the checkpoint has no {', '.join(missing)} for a group of {type(optimizer).__name__}: "
+            "it seems to come from another optimizer; load a checkpoint of this one"
+        )
+    for name, value in group.items():
+        if name != "params" and name != "param_names":
+            # one without one of torch's flags was saved before there was one, when all did as its default does;
+            # one without an option of ours comes from elsewhere, and what was chosen here stays
+            is_flag = name in TORCH_FLAGS and name in arguments
+            saved.setdefault(name, arguments[name].default if is_flag else value)
+
+
+def _boxed(optimizer: Any, values: Any, count: Any) -> Any:
+    """States in boxes, or torch's loader would cast them to their parameter's dtype."""
+    if not isinstance(values, dict):
+        return values
+    values = {optimizer.aliases.get(name, name): value for name, value in values.items()}
+    if isinstance(count, (int, float, Tensor)):
+        values.setdefault("step", count)
+    return {name: _Box(v) if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
 def _arguments(cls: type) -> dict[str, inspect.Parameter]:

@@ -55,6 +55,10 @@ class Rule(NamedTuple):
     def sums(self) -> int:
         return sum(p.sums for p in self.passes)
 
+    @property
+    def all_passes(self) -> tuple[Pass, ...]:
+        return (MEASURE, *self.passes)
+
     def for_dtypes(self, dtypes: tuple[torch.dtype, ...]) -> Rule:
         """This rule for roles stored so."""
         narrow = self.narrow and any(dtype.itemsize == 2 for dtype in dtypes[2:])

@@ -1,7 +1,8 @@
 """Which tables an optimizer's step works on, built once and checked every step.
 
 A gradient that vanishes switches its row off; one that moves rewrites its address; anything else that changes
-(another parameter, dtype, shape, rule) builds the plan anew. A plan keeps no gradient and no state alive.
+(another parameter, dtype, shape, rule) builds the plan anew. A plan keeps no gradient alive, and a state only
+until the next step finds it gone.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def _numbers(option: Any, group: int) -> Iterable[float | Tensor]:
 class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
+    # what is made here is written later, in whatever mode
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, optimizer: Any) -> None:
         groups, known = optimizer.param_groups, Known(optimizer.state, optimizer.unsaved_steps)
@@ -89,13 +92,14 @@ class Plan:
     def describes(self, optimizer: Any) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
         same = self._scan is not None and self._scan.same(optimizer.param_groups, optimizer.state)
+        was_volatile = self._volatile
         if not same and not self._holds(optimizer):
             return False
         if (not same or self._volatile) and not self._refresh_options(optimizer):
             return False
         if not all(table.refresh() for table in self.tables):
             return False
-        if not same:
+        if not same or self._volatile != was_volatile:
             self._record(optimizer)
         return True
 
@@ -133,12 +137,12 @@ class Plan:
             v if isinstance(v, tuple) else (v,) for row in (limits, *options) for v in row
         )
         self._volatile = not all(isinstance(v, (int, float, str, type(None))) for v in parts)
-        hyper, words = [], {word: i for i, word in enumerate(optimizer.words)}
+        hyper = []
         for i, (limit, (maximize, *values)) in enumerate(zip(limits, options, strict=True)):
             row = [-1.0 if maximize else 1.0]
-            values = [0 if limit is None else limit, optimizer.clip_eps, *values[: len(optimizer.options)]]
-            numbers = (words.get(v, v) if isinstance(v, str) else v for v in values)
-            for value in chain.from_iterable(_numbers(v, i) for v in numbers):
+            values = [optimizer.number(*named) for named in zip(optimizer.options, values, strict=False)]
+            values = [0 if limit is None else limit, optimizer.clip_eps, *values]
+            for value in chain.from_iterable(_numbers(v, i) for v in values):
                 if isinstance(value, Tensor):
                     self._cells.append((i, len(row), value))
                 # not 0, which for some means off

@@ -94,7 +94,7 @@ def lamb_measure_only(p, g, m, v, lr, weight_decay, correct, root, eps, beta1, r
     return lamb_measure(p, g, m, v, lr, weight_decay, correct, root, eps, beta1, rate1, beta2, rate2)[2:]
 
 
-# clipping by norm, in place
+# clipping by norm: what is measured, and gradients scaled in place
 
 
 def square(g):

@@ -24,7 +24,6 @@ from torch.optim.optimizer import _get_scalar_dtype
 from . import _scan
 from ._entry import Entry, Settings
 from ._layout import numel
-from ._passes import MEASURE, Pass, Rule
 from .engines import FULL, GROUP, LIMIT, LIVE, NUMEL, POINTERS, SEGMENT, compute_dtype
 
 
@@ -48,13 +47,11 @@ class Bucket:
         self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
         self.compute_dtype = compute_dtype(self.dtypes)
         self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
-        # set by every survey: parameters with a gradient, entries that need a copy, the compiled look
-        self.params: list[Tensor] = []
+        # set by every survey: what is written, entries that need a copy, the compiled look
+        self.written: list[Tensor] = []
         self.staged: list[Entry] = []
         self._scan: Any = None
         self.rows_changed = False
-        # the engine's own: what it compiled and tabulated
-        self.launch: Any = None
 
     def survey(self) -> bool:
         """Look at every entry in Python; False if one is no longer what it was built as."""
@@ -65,7 +62,7 @@ class Bucket:
         has_grad = np.array([g is not None for g in grads], np.int64)
         self.rows_changed |= not np.array_equal(self.rows[:, LIVE], has_grad)
         self.rows[:, LIVE] = has_grad
-        self.params = [entry.param for entry in live]
+        self.written = [entry.param for entry in live]
         absent = [entry.param for entry, g in zip(self.entries, grads, strict=True) if g is None]
         self.staged = [entry for entry in live if entry.staged]
         self._scan = None
@@ -108,7 +105,8 @@ class Table:
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
         self.host_rows = np.zeros((len(entries), width), np.int64)
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
-        self.host_rows[:, SEGMENT] = [entry.segment for entry in self.entries]
+        self.segments = np.array([entry.segment for entry in self.entries], np.int64)
+        self.host_rows[:, SEGMENT] = self.segments
         # mps has no float64
         exact = torch.float32 if self.device.type == "mps" else settings.exact
         scalars = max(p.scalar_count for entry in entries for p in entry.rule.passes)
@@ -120,8 +118,9 @@ class Table:
         self.everyone = self.sums[0], torch.from_numpy(self.segments).to(self.device)
         self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
         self.steps = self._adopt_steps()
-        # the engine's own, as a bucket's
-        self.launch: Any = None
+        # the engine's own: how it prepares scalars, and makes a pass
+        self.prepare: Any = None
+        self.sweeps: dict[int, Any] = {}
         self.buckets = []
         for _, same in groupby(enumerate(self.entries), key=lambda pair: pair[1].bucket):
             indices, members = zip(*same, strict=True)
@@ -129,26 +128,19 @@ class Table:
             self.buckets.append(Bucket([*members], rows, engine))
 
     @property
-    def segments(self) -> np.ndarray:
-        return self.host_rows[:, SEGMENT].copy()
-
-    def passes(self, rule: Rule) -> tuple[Pass, ...]:
-        return (MEASURE, *rule.passes)
-
-    @property
     def used_passes(self) -> range:
         return range(0 if self.clips else 1, 1 + len(self.rule.passes))
 
     def columns(self, k: int) -> slice:
         """Which of the table's sums are of pass `k`."""
-        first = sum(p.sums for p in self.passes(self.rule)[:k])
-        return slice(first, first + self.passes(self.rule)[k].sums)
+        first = sum(p.sums for p in self.rule.all_passes[:k])
+        return slice(first, first + self.rule.all_passes[k].sums)
 
     def _adopt_steps(self) -> Tensor:
         """One vector of step counts, of which each entry gets a view."""
         counts = [entry.step for entry in self.entries]
-        steps = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in counts], dtype=_get_scalar_dtype())
-        steps = steps.to(self.device)
+        numbers = [0.0 if isinstance(n, Tensor) else n for n in counts]
+        steps = torch.tensor(numbers, dtype=_get_scalar_dtype(), device="cpu").to(self.device)
         # select, not unbind: a view that may itself be written in place
         for i, (entry, count) in enumerate(zip(self.entries, counts, strict=True)):
             entry.step, entry.all_steps = steps[i], steps
@@ -180,7 +172,7 @@ class Table:
                 entry.copy_out()
             if self.engine.BY_ADDRESS:
                 # autograd must know that these were written
-                torch.autograd.graph.increment_version(bucket.params)
+                torch.autograd.graph.increment_version(bucket.written)
 
 
 # which gradients are clipped together, by their entries

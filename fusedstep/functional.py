@@ -1,11 +1,13 @@
 """Updates without an optimizer: the tensors are handed over at every call.
 
 Nothing is kept alive between calls. What is kept is how the last calls' tensors were stored and the tables
-made for them, so that a call with tensors stored alike, wherever they lie now, only launches.
+made for them, so that a call with the same tensors, or others stored alike in their place, only launches.
 """
 
 from __future__ import annotations
 
+import functools
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _rules, _scalars, _scan
-from ._entry import Entry, Known, Settings, make_entry
+from ._entry import Entry, Known, Settings, make_entry, real
 from ._passes import Pass, Rule
 from ._table import Amp, Table, make_tables, upload
 from ._table import step as step_tables
+from .engines import NAMES as NAMES_OF_ENGINES
 from .optimizers import ADAM, AMSGRAD
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,7 +57,8 @@ def adamw_(
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         p &\leftarrow p - \frac{\gamma}{1 - \beta_1^t}\, \frac{m}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    All arithmetic is done in float32, that of the scalars too. It can be traced by `torch.compile`.
+    All arithmetic is done in float32, that of the scalars too. It can be traced by `torch.compile`; there, the
+    numbers are constants, and another one compiles anew.
 
     Args:
         params: float32, float16 or bfloat16, of any strides
@@ -81,17 +85,18 @@ def adamw_(
         raise ValueError("amsgrad=True needs max_exp_avg_sqs, the largest exp_avg_sqs so far; start from zeros")
     largest = max_exp_avg_sqs if amsgrad and max_exp_avg_sqs is not None else []
     given = (params, grads, exp_avgs, exp_avg_sqs, largest)
-    lists = [_as_list(name, tensors) for name, tensors in zip(_NAMES, given, strict=True)]
-    numbers = [_number(name, x) for name, x in (("lr", lr), ("beta1", beta1), ("beta2", beta2))]
-    numbers += [_number(name, x) for name, x in (("eps", eps), ("weight_decay", weight_decay))]
-    count = step if isinstance(step, Tensor) else torch.tensor(_number("step", step))
-    if count.numel() != 1 or count.is_complex() or count.dtype == torch.bool:
-        raise ValueError(f"step has shape {tuple(count.shape)} and {count.dtype}; use one integer or float32")
+    lists = [_as_list(name, tensors) for name, tensors in zip(NAMES, given, strict=True)]
+    if engine is not None and engine not in NAMES_OF_ENGINES:
+        raise ValueError(f"Invalid engine: {engine!r}; use one of {NAMES_OF_ENGINES}, or None")
+    named = ("lr", lr), ("beta1", beta1), ("beta2", beta2), ("eps", eps), ("weight_decay", weight_decay)
+    values = [_number(name, value) for name, value in named]
+    count = step if isinstance(step, Tensor) else _on_host(_number("step", step))
+    _check_step(count, lists[0][:1])
     with torch.no_grad():
         if _is_traced(lists[0]):
-            torch.ops.fusedstep.adamw_(*lists, count, numbers, amsgrad, maximize, engine)
+            torch.ops.fusedstep.adamw_(*lists, count, values, amsgrad, maximize, engine)
         else:
-            _adamw(lists, count, numbers, amsgrad, maximize, engine)
+            _adamw(lists, count, values, amsgrad, maximize, engine)
 
 
 def _is_traced(tensors: list[Tensor]) -> bool:
@@ -109,30 +114,35 @@ def _operator(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     step: Tensor,
-    numbers: Sequence[float],
+    values: Sequence[float],
     amsgrad: bool,
     maximize: bool,
     engine: str | None,
 ) -> None:
     lists = [*map(list, (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs))]
-    _adamw(lists, step, numbers, amsgrad, maximize, engine)
+    _adamw(lists, step, values, amsgrad, maximize, engine)
 
 
 @_operator.register_fake
-def _fake(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step, numbers, amsgrad, maximize, engine):
-    _check_adamw([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs][: 5 if amsgrad else 4], step)
+def _fake(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step, values, amsgrad, maximize, engine):
+    check_adamw([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs][: 5 if amsgrad else 4])
 
 
 def _adamw(
-    lists: Lists, step: Tensor, numbers: Sequence[float], amsgrad: bool, maximize: bool, engine: str | None
+    lists: Lists, step: Tensor, values: Sequence[float], amsgrad: bool, maximize: bool, engine: str | None
 ) -> None:
     rule, lists = (AMSGRAD, lists) if amsgrad else (ADAM, lists[:4])
     # float32, as the operator on Ascend computes its scalars
     settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
-    hyper = [-1.0 if maximize else 1.0, 0.0, 0.0, *numbers, 1.0]
+    hyper = [-1.0 if maximize else 1.0, 0.0, 0.0, *values, 1.0]
     ends = [t.data_ptr() if isinstance(t, Tensor) else None for t in (*lists[0][:1], *lists[0][-1:])]
     key = (amsgrad, engine, len(lists[0]), *ends)
-    _call(key, lists, rule, settings, hyper, step, lambda: _check_adamw(lists, step))
+
+    def check() -> None:
+        check_adamw(lists)
+        _check_step(step, lists[0])
+
+    _call(key, lists, rule, settings, hyper, step, check)
 
 
 def clip_grad_norm_(
@@ -143,15 +153,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     r"""Scale the gradients of `parameters` down, in place, until together they have a norm of `max_norm`.
 
-    A drop-in for `torch.nn.utils.clip_grad_norm_`, with squares in float32 and their sum in float64 whatever
-    the gradients' dtypes. Optimizers take `max_grad_norm` themselves and then need no pass for scaling.
+    As `torch.nn.utils.clip_grad_norm_` does, with 16-bit gradients squared in float32. Optimizers take
+    `max_grad_norm` themselves and then need no pass for scaling.
 
     .. math::
         g \leftarrow g \cdot \min(1, c / (\lVert g \rVert + 10^{-6}))
 
     Args:
         parameters: a tensor or an iterable of them; those without a gradient are left out
-        max_norm: :math:`c`
+        max_norm: :math:`c`; 0 leaves nothing of the gradients, unlike an optimizer's `max_grad_norm=0`
         norm_type: 2, or any other with a pass of its own
         error_if_nonfinite: raise if the norm is no finite number, which waits for the device
 
@@ -166,16 +176,21 @@ def clip_grad_norm_(
     >>> p.grad
     tensor([0.6000, 0.8000])
     """
+    if torch.compiler.is_compiling():
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-    grads = [*dict.fromkeys(p.grad for p in parameters if p.grad is not None)]
+    # a gradient counts once
+    by_grad = {id(p.grad): p for p in parameters if p.grad is not None}
+    grads: list[Any] = [p.grad for p in by_grad.values()]
     if not grads:
-        return torch.tensor(0.0)
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    if norm_type == 2 and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite:
+        return _on_host(0.0)
+    dtype = functools.reduce(torch.promote_types, map(real, grads), torch.float32)
+    ours = norm_type == 2 and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
+    if ours and all(g.layout == torch.strided for g in grads):
         hyper, settings = [1.0, float(max_norm), 1e-6], Settings("functional.clip_grad_norm_", counts=False)
         key = ("clip", len(grads), grads[0].shape)
         with torch.no_grad():
-            tables = _call(key, (grads, grads), _CLIP, settings, hyper, torch.tensor(1.0), lambda: None)
+            tables = _call(key, (grads, grads), _CLIP, settings, hyper, _on_host(1.0), lambda: None)
             squares = [table.sums[0].sum().to(grads[0].device, non_blocking=True) for table in tables]
             return torch.stack(squares).sum().sqrt().to(dtype)
     wide = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, dtype)) for g in grads]
@@ -185,14 +200,14 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so they "
             "cannot be clipped. Pass error_if_nonfinite=False to scale them by it anyway"
         )
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_([*by_grad.values()], max_norm, total)
     return total
 
 
 # arguments
 
 
-_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
 def _as_list(name: str, tensors: Any) -> list[Tensor]:
@@ -204,43 +219,52 @@ def _as_list(name: str, tensors: Any) -> list[Tensor]:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, (int, float)):
+    if isinstance(value, numbers.Real):
         return float(value)
     raise TypeError(f"{name} is {value!r}; use a number (a tensor's value would have to be waited for)")
 
 
-def _check_adamw(lists: Sequence[Sequence[Tensor]], step: Tensor) -> None:
+def _on_host(value: float) -> Tensor:
+    # whatever torch's defaults are
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def _check_step(step: Tensor, params: list[Tensor]) -> None:
+    if step.numel() != 1 or step.is_complex() or step.dtype == torch.bool:
+        raise ValueError(f"step has shape {tuple(step.shape)} and {step.dtype}; use one integer or float32")
+    for p in params:
+        if isinstance(p, Tensor) and step.device not in (p.device, torch.device("cpu")):
+            raise ValueError(f"step is on {step.device}, its parameter on {p.device}; move it there")
+
+
+def check_adamw(lists: Sequence[Sequence[Tensor]], names: Sequence[str] = NAMES, single: bool = False) -> None:
+    """Raise where these are not what `adamw_` takes, naming the one that is wrong."""
     if len({*map(len, lists)}) != 1:
-        found = ", ".join(f"{len(x)} {name}" for name, x in zip(_NAMES, lists, strict=False))
+        found = ", ".join(f"{len(x)} {name}" for name, x in zip(names, lists, strict=False))
         raise ValueError(f"found {found}; give as many of each")
     for i, roles in enumerate(zip(*lists, strict=True)):
-        p = roles[0]
-        for name, t in zip(_NAMES, roles, strict=False):
-            _check_tensor(f"{name}[{i}]", name, t, p)
-        if step.device not in (p.device, torch.device("cpu")):
-            raise ValueError(
-                f"step is on {step.device}, params[{i}] on {p.device}; move it there or to the CPU"
-            )
-    addresses = [p.data_ptr() for p in lists[0] if p.numel() and not isinstance(p, FakeTensor)]
+        for k, t in enumerate(roles):
+            _check_tensor(names[k] if single else f"{names[k]}[{i}]", k, t, roles[0])
+    written = [t for k, tensors in enumerate(lists) for t in tensors if k != 1 and t.numel()]
+    addresses = [t.data_ptr() for t in written if not isinstance(t, FakeTensor)]
     if len({*addresses}) != len(addresses):
-        raise ValueError(
-            "a tensor was given twice among params and would be updated twice at once; give it once"
-        )
+        raise ValueError("a tensor that is updated was given twice, and would be updated twice at once")
 
 
-def _check_tensor(where: str, name: str, t: Any, p: Tensor) -> None:
+def _check_tensor(where: str, role: int, t: Any, p: Tensor) -> None:
+    """`role`: of parameter, gradient, two moments, largest second moment."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{where} is a {type(t).__name__}; use a tensor")
     if t.layout != torch.strided:
         raise ValueError(f"{where} is {t.layout}; use a dense tensor")
-    accepted = {p.dtype, torch.float32} if name in ("exp_avgs", "exp_avg_sqs") else _DTYPES
+    accepted = {p.dtype, torch.float32} if role in (2, 3) else _DTYPES
     if t.dtype not in accepted or t.dtype not in _DTYPES:
         raise TypeError(f"{where} is {t.dtype}; use one of {(*accepted,)}")
     if t.shape != p.shape:
         raise ValueError(f"{where} has shape {tuple(t.shape)}, its parameter {tuple(p.shape)}; they must agree")
     if t.device != p.device:
         raise ValueError(f"{where} is on {t.device}, its parameter on {p.device}; move it there")
-    if name != "grads" and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)):
+    if role != 1 and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(f"{where} is expanded and cannot be updated in place; use .contiguous()")
 
 
@@ -250,6 +274,9 @@ def _check_tensor(where: str, name: str, t: Any, p: Tensor) -> None:
 class _Call:
     """Tables for tensors stored as these are."""
 
+    # what is made here is written later, in whatever mode
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, lists: Lists, rule: Rule, settings: Settings, hyper: list[float]) -> None:
         self._hyper = hyper
         # states that lie otherwise than their parameters are updated in copies
@@ -272,6 +299,11 @@ class _Call:
         )
         self._scan: Any = None if copies or not _scan.Lists.can_read(lists) else _scan.Lists(lists)
 
+    @property
+    def can_stay(self) -> bool:
+        """Whether it may serve another call: not where copies were made, which would keep tensors alive."""
+        return self._scan is not None
+
     def _entry(self, roles: tuple[Tensor, ...], rule: Rule, settings: Settings) -> Entry:
         p, g, *states = roles
         state = dict(zip(rule.states.values(), states, strict=True))
@@ -284,7 +316,8 @@ class _Call:
         verdict = _scan.UNSURE if self._scan is None else self._scan.look(lists)
         if verdict == _scan.MOVED:
             found = self._scan.addresses
-            if len({*found[:, 0].tolist()} - {0}) != np.count_nonzero(found[:, 0]):
+            written = np.delete(found, 1, axis=1)
+            if len(np.unique(written)) != written.size:
                 return False
             for bucket, rows in self._buckets:
                 bucket.write_addresses(found[rows])
@@ -297,7 +330,7 @@ class _Call:
                 upload(np.array([hyper]), table.hyper)
         self._hyper = hyper
         for bucket, rows in self._buckets:
-            bucket.params = [lists[0][i] for i in rows]
+            bucket.written = [tensors[i] for k, tensors in enumerate(lists) if k != 1 for i in rows]
         step_tables(self.tables, Amp())
         for state, copy in self._moved:
             state.copy_(copy)
@@ -305,7 +338,7 @@ class _Call:
         for table in self.tables:
             table.entries = []
         for bucket, _ in self._buckets:
-            bucket.entries, bucket.params = [], []
+            bucket.entries, bucket.written = [], []
 
 
 _calls: dict[Any, _Call] = {}
@@ -328,7 +361,8 @@ def _call(
         check()
         call = _Call(lists, rule, settings, hyper)
     call.step(lists, hyper, count)
-    while len(_calls) >= _MOST_CALLS:
-        _calls.pop(next(iter(_calls)), None)
-    _calls[key] = call
+    if call.can_stay:
+        while len(_calls) >= _MOST_CALLS:
+            _calls.pop(next(iter(_calls)), None)
+        _calls[key] = call
     return call.tables

@@ -275,7 +275,7 @@ class BertAdam(Optimizer):
     """
 
     options = ("lr", "warmup", "t_total", "schedule", "b1", "b2", "e", "weight_decay")
-    words = _scalars.SCHEDULES
+    words: ClassVar = {"schedule": _scalars.SCHEDULES}
     # NVIDIA's class
     aliases: ClassVar = {"next_m": "exp_avg", "next_v": "exp_avg_sq"}
 
@@ -297,9 +297,11 @@ class BertAdam(Optimizer):
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        check_adam(lr, (b1, b2), e, weight_decay)
-        check_schedule(schedule, warmup, t_total)
         super().__init__(locals())
+
+    def check(self, options: dict[str, Any]) -> None:
+        check_adam(options["lr"], (options["b1"], options["b2"]), options["e"], options["weight_decay"])
+        check_schedule(options["schedule"], options["warmup"], options["t_total"])
 
     def rule(self, group: dict[str, Any]) -> Rule:
         return _BERT_ADAM
@@ -373,9 +375,11 @@ class Lamb(Optimizer):
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        check_trust(trust_bounds, max_weight_norm)
         super().__init__(locals())
+
+    def check(self, options: dict[str, Any]) -> None:
+        check_adam(options["lr"], options["betas"], options["eps"], options["weight_decay"])
+        check_trust(options["trust_bounds"], options["max_weight_norm"])
 
     def rule(self, group: dict[str, Any]) -> Rule:
         return LAMB

@@ -381,3 +381,36 @@ def test_the_first_step_may_happen_in_inference_mode(engine):
         optimizer.step()
         optimizer.step()
     assert optimizer.state[p]["step"] == 2
+
+
+def test_an_option_may_turn_from_a_tensor_into_a_number_and_go_on_changing(engine):
+    p = torch.nn.Parameter(torch.zeros(1))
+    p.grad = torch.ones(1)
+    optimizer = fusedstep.SGD([p], lr=torch.tensor(1.0), engine=engine)
+    optimizer.step()
+    for lr in (0.125, 8.0, torch.tensor(2.0), 64.0, 16.0):
+        optimizer.param_groups[0]["lr"] = lr
+        before = p.item()
+        optimizer.step()
+        assert before - p.item() == lr
+
+
+def test_a_parameter_that_is_a_conjugate_or_a_negative_moves(engine):
+    z = torch.randn(3, dtype=torch.complex64)
+    for view in (lambda z: z.conj(), lambda z: z.conj().imag):
+        p, q = (torch.nn.Parameter(view(z.clone())) for _ in range(2))
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        fusedstep.SGD([p], lr=0.5, engine=engine).step()
+        torch.optim.SGD([q], lr=0.5).step()
+        assert torch.equal(p, q)
+
+
+def test_an_optimizer_may_step_in_inference_mode_and_then_without():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = fusedstep.AdamW([p], max_grad_norm=1.0)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 2

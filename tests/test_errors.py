@@ -208,3 +208,33 @@ def test_complex_parameters_refuse_a_state_dtype_they_cannot_have(engine):
     p.grad = torch.randn(4, dtype=torch.complex64)
     with pytest.raises(ValueError, match="no complex bfloat16"):
         fusedstep.AdamW([p], engine=engine, state_dtype=torch.bfloat16).step()
+
+
+@pytest.mark.parametrize("bad", [{"schedule": "linear"}, {"t_total": 0}, {"warmup": 1.5}, {"b1": 1.0}])
+def test_a_group_of_bert_adam_is_checked_when_it_is_added(bad):
+    p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = fusedstep.BertAdam([p], lr=0.1)
+    with pytest.raises(ValueError, match="Invalid"):
+        optimizer.add_param_group({"params": [q], **bad})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("schedule", "linear"), ("schedule", 7), ("lr", "warmup_cosine")]
+)
+def test_a_word_counts_only_where_words_are_asked_for(option, value):
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    optimizer = fusedstep.BertAdam([p], lr=0.1)
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(
+        (TypeError, ValueError), match="warmup_constant" if option == "schedule" else "use a number"
+    ):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(2))
+
+
+@pytest.mark.parametrize("limit", ["1.0", float("nan")])
+def test_a_limit_that_is_no_number_is_refused(limit):
+    with pytest.raises(ValueError, match="Invalid max_grad_norm"):
+        fusedstep.AdamW([torch.nn.Parameter(torch.ones(2))], max_grad_norm=limit)

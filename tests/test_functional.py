@@ -179,7 +179,8 @@ def broken(**changes):
         ({"step": torch.ones(2)}, ValueError, r"step has shape \(2,\)"),
         ({"step": None}, TypeError, "step is None"),
         ({"lr": torch.tensor(0.1)}, TypeError, "lr is tensor"),
-        ({"engine": "cuda"}, RuntimeError, "engine"),
+        ({"engine": "cuda"}, ValueError, "Invalid engine: 'cuda'"),
+        ({"engine": "triton", "step": torch.ones(1, device="meta")}, ValueError, "step is on meta"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(changes, error, message):
@@ -204,6 +205,8 @@ def test_a_tensor_given_twice_raises():
     p, g, m, v, _ = tensors((torch.float32,) * 3)
     with pytest.raises(ValueError, match="twice"):
         functional.adamw_([p, p], [g, g], [m, m.clone()], [v, v.clone()], step=1)
+    with pytest.raises(ValueError, match="twice"):
+        functional.adamw_([p, p.clone()], [g, g], [m, m], [v, v.clone()], step=1)
 
 
 def test_empty_lists_and_empty_tensors_do_nothing():
@@ -230,8 +233,11 @@ def test_a_second_call_may_bring_other_tensors_and_other_numbers():
     assert not torch.equal(before, lists[0][0])
 
 
-def test_nothing_is_kept_alive():
-    roles = tensors((torch.float32,) * 3)
+@pytest.mark.parametrize("lies", [lambda t: t, lambda t: t.t().contiguous().t(), lambda t: t[:, ::2]])
+def test_nothing_is_kept_alive(lies):
+    roles = [
+        lies(t) if i in (0, 2) else t[:, : lies(t).shape[1]] for i, t in enumerate(tensors(COMBINATIONS[0]))
+    ]
     references = [weakref.ref(t) for t in roles]
     functional.adamw_(*roles, step=1, amsgrad=True)
     functional.adamw_(*roles, step=2, amsgrad=True)
@@ -256,13 +262,40 @@ def test_threads_may_call_at_once():
     assert all(torch.equal(a, b) for roles in copies for a, b in zip(roles, copies[0], strict=True))
 
 
-def test_autograd_notices_the_write():
-    p, g, m, v, _ = tensors((torch.float32,) * 3)
-    p.requires_grad_()
-    loss = p.square().sum()
-    functional.adamw_(p, g, m, v, step=1)
+@pytest.mark.parametrize("role", [0, 2, 3])
+def test_autograd_notices_the_write(role):
+    roles = tensors((torch.float32,) * 3)[:4]
+    w = torch.ones_like(roles[role], requires_grad=True)
+    loss = (w * roles[role]).sum()
+    functional.adamw_(*roles, step=1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_call_in_inference_mode_leaves_the_next_one_alone():
+    p, g, m, v, _ = tensors((torch.float32,) * 3)
+    with torch.inference_mode():
+        functional.adamw_(p, g, m, v, step=1)
+    functional.adamw_(p, g, m, v, step=2, lr=0.1)
+    q = torch.nn.Parameter(p.clone())
+    q.grad = g
+    with torch.inference_mode():
+        functional.clip_grad_norm_(q, 0.1)
+    functional.clip_grad_norm_(q, 0.01)
+    torch.testing.assert_close(q.grad.norm(), torch.tensor(0.01))
+
+
+def test_the_step_does_not_depend_on_torchs_defaults():
+    p, g, m, v, _ = tensors((torch.float32,) * 3)
+    q, s, t = p.clone(), m.clone(), v.clone()
+    functional.adamw_(p, g, m, v, step=257)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            functional.adamw_(q, g, s, t, step=np.int64(257))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -337,6 +370,32 @@ def test_clipping_agrees_with_torch(norm_type, max_norm):
     found = functional.clip_grad_norm_(iter(ours), max_norm, norm_type)
     torch.testing.assert_close(found, torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type))
     for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_gradient_counts_once_and_its_norm_is_real(norm_type):
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    p.grad = torch.tensor([3 + 4j, 0])
+    norm = functional.clip_grad_norm_([p, p], 1.0, norm_type)
+    assert norm.dtype == torch.float32
+    assert norm == 5
+    torch.testing.assert_close(p.grad.abs(), torch.tensor([1.0, 0.0]))
+    q = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    q.grad = torch.ones_like(q)
+    assert functional.clip_grad_norm_([p, q], 1.0, norm_type).dtype == torch.float64
+
+
+def test_clipping_may_be_compiled():
+    params = with_grads((torch.float32,) * 3)
+    twins = with_grads((torch.float32,) * 3)
+    for p, q in zip(params, twins, strict=True):
+        q.grad = p.grad.clone()
+    compiled = torch.compile(
+        lambda ps: functional.clip_grad_norm_(ps, 0.5), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(params), functional.clip_grad_norm_(twins, 0.5))
+    for p, q in zip(params, twins, strict=True):
         torch.testing.assert_close(p.grad, q.grad)
 
 

@@ -1,7 +1,7 @@
 """Which engine steps a parameter. An engine is a module with
 
-BY_ADDRESS             whether it works on addresses (dense, plain tensors) or on tensors
 unavailable(device)    why it cannot run on this type of device; None if it can
+BY_ADDRESS             whether it works on addresses (dense, plain tensors) or on tensors
 CHUNK                  if so, how many elements one unit of its work covers
 compile(table)         make ready to launch; may raise, nothing has been written yet
 prepare(table, amp, first)

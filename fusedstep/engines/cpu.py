@@ -247,7 +247,7 @@ class _Sweep:
         self._reduce = _reduce_kernel(scalars.dtype)
         self._jobs, self._tables, first = [], [], 0
         for bucket in table.buckets:
-            a_pass = table.passes(bucket.rule)[k]
+            a_pass = bucket.rule.all_passes[k]
             kernel = _sweep_kernel(a_pass, bucket.rule.roles, bucket.dtypes, scalars.dtype)
             places, cuts = _ranges(bucket.numels)
             places[:, 0] += first

@@ -73,7 +73,7 @@ def sweep(table, k: int, amp) -> None:
     rows = table.scalars.tolist() if on_host else table.scalars
     table.sums[table.columns(k)] = 0
     for i, (entry, scalars) in enumerate(zip(table.entries, rows, strict=True)):
-        terms = () if entry.grad is None else _update(entry, table.passes(entry.rule)[k], scalars, amp)
+        terms = () if entry.grad is None else _update(entry, entry.rule.all_passes[k], scalars, amp)
         for sums, term in zip(table.sums[table.columns(k)], terms, strict=False):
             total = term.to(sums.dtype).sum()
             # of a sharded tensor, over all its shards
@@ -95,6 +95,9 @@ def _update(entry, a_pass, scalars: list[float] | Tensor, amp) -> tuple:
     for letter, new in zip(a_pass.writes, results[:written], strict=True):
         target = _real(stored[letter])
         target.copy_(new if amp.found_inf is None else torch.where(amp.found_inf == 0, new, target))
+        if stored[letter].is_conj() or stored[letter].is_neg():
+            # written to a copy so far
+            stored[letter].copy_(torch.view_as_complex(target) if stored[letter].is_complex() else target)
     return results[written:]
 
 

@@ -215,7 +215,11 @@ def _tiles(
             x = x + (value * s[0] if k == GRADIENT else value,)
         x = RULE(*x, *s[1:])
         for k in tl.static_range(len(targets)):
-            value = x[k].to(targets[k].dtype.element_ty)
+            value = x[k]
+            if targets[k].dtype.element_ty.primitive_bitwidth == 16:
+                # by way of 32 bits, as processors do it
+                value = value.to(tl.float32)
+            value = value.to(targets[k].dtype.element_ty)
             tl.store(targets[k] + o, value, None if numel is None else o < numel)
         added = ()
         for k in tl.static_range(len(sums)):
@@ -316,11 +320,11 @@ def compile(table) -> None:
     clip = _compiled(_scalars.clip) if table.clips else None
     constants = width, table.hyper.shape[1], len(table.sums), table.scalars.shape[1], _ROWS, _OTHERS
     with _on(table.device):
-        table.prepares = {}
+        table.prepare = {}
         for first in {True, len(table.rule.passes) == 1}:
             rule = _compiled(table.rule.scalars), clip, first and table.counts, first
             programs = triton.cdiv(count, _ROWS)
-            table.prepares[first] = _Launch(_prepare, programs, tables, 2, rule + constants, {})
+            table.prepare[first] = _Launch(_prepare, programs, tables, 2, rule + constants, {})
         table.sweeps = {k: _Sweep(table, k) for k in table.used_passes}
 
 
@@ -337,7 +341,7 @@ class _Sweep:
         partials = torch.empty(len(tensors), len(sums), dtype=dtype, device=table.device)
         self._launches, first = [], 0
         for bucket in table.buckets:
-            a_pass, roles = table.passes(bucket.rule)[k], bucket.rule.roles
+            a_pass, roles = bucket.rule.all_passes[k], bucket.rule.roles
             begin, end = firsts[first], firsts[first + len(bucket.numels)]
             first += len(bucket.numels)
             constants = (
@@ -421,7 +425,7 @@ def _on(device: torch.device) -> Any:
 
 def prepare(table, amp, first: bool) -> None:
     with _on(table.device):
-        table.prepares[first](amp.scale, amp.found_inf)
+        table.prepare[first](amp.scale, amp.found_inf)
 
 
 def sweep(table, k: int, amp) -> None:

@@ -18,7 +18,7 @@ from ._optimizers import FusedOptimizer
 
 def _lamb(step, lr, beta1, beta2, eps, weight_decay, adam, weights, updates):
     """Of Lamb's scalars: no bias correction, averaged gradients, every tensor adapted, norms up to 10."""
-    # the smallest and the largest trust ratio: both 1 with `adam`, no bounds without
+    # the smallest and the largest trust ratio: both 1 with `adam`; without, as good as no bounds
     smallest, largest = adam, where(adam != 0, adam, 1e38)
     return lamb(
         step, lr, beta1, beta2, eps, weight_decay, 0.0, 1.0, 1.0, smallest, largest, 10.0, weights, updates
@@ -81,8 +81,10 @@ class NpuFusedLamb(FusedOptimizer):
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        super().__init__({**locals(), "maximize": False, "max_grad_norm": None})
+        super().__init__({**locals(), "adam": bool(adam), "maximize": False, "max_grad_norm": None})
+
+    def check(self, options: dict[str, Any]) -> None:
+        check_adam(options["lr"], options["betas"], options["eps"], options["weight_decay"])
 
     def rule(self, group: dict[str, Any]) -> Rule:
         return _LAMB

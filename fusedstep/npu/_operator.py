@@ -20,6 +20,9 @@ _OTHER_NAMES = {
 }
 
 
+_NAMES = ("var", "grad", "m", "v", "max_grad_norm")
+
+
 def _by_either_name(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,6 +88,10 @@ def npu_apply_fused_adamw_v2(
             "amsgrad=True needs max_grad_norm, the largest v so far, but it is None; "
             "start with torch.zeros_like(v), or use amsgrad=False"
         )
+    if max_grad_norm is not None and not amsgrad:
+        max_grad_norm = None
+    tensors = [var, grad, m, v] + ([] if max_grad_norm is None else [max_grad_norm])
+    functional.check_adamw([[t] for t in tensors], _NAMES, single=True)
     functional.adamw_(
         var,
         grad,

@@ -27,7 +27,7 @@ class FusedOptimizer(Optimizer):
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale all gradients down to `max_norm`, taken over all groups; returns the norm they had."""
         params = [p for group in self.param_groups for p in group["params"]]
-        return functional.clip_grad_norm_(params, max_norm, norm_type)
+        return functional.clip_grad_norm_(params, max_norm, norm_type).to(torch.float32)
 
 
 class NpuFusedAdam(FusedOptimizer, Adam):
