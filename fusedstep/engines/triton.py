@@ -247,6 +247,7 @@ def _sweep(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     SCALARS: tl.constexpr,
+    BACKWARDS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -254,6 +255,8 @@ def _sweep(
         if tl.load(found_inf) != 0:
             return
     chunk = tl.program_id(0).to(tl.int64)
+    if BACKWARDS:
+        chunk = tl.num_programs(0) - 1 - chunk
     t = tl.load(places + chunk * 2)
     start = tl.load(places + chunk * 2 + 1).to(tl.int64) * (BLOCK * TILES)
     row = rows + t * WIDTH
@@ -265,21 +268,22 @@ def _sweep(
         sums = sums + (tl.zeros([BLOCK], COMPUTE),)
     if start < tl.load(row + _FULL):
         sources, targets = _addresses(row, READS, DTYPES, True), _addresses(row, WRITES, DTYPES, True)
-        _put(_tiles(sources, targets, s, sums, start, None, RULE, GRADIENT, COMPUTE, BLOCK, TILES), partials)
+        sums = _tiles(sources, targets, s, sums, start, None, RULE, GRADIENT, COMPUTE, BLOCK, TILES)
+        _put(sums, partials, chunk)
     else:
         sources, targets = _addresses(row, READS, DTYPES, False), _addresses(row, WRITES, DTYPES, False)
         numel = tl.load(row + _NUMEL)
         # one tile at a time: this path is rare, and must not cost the other one registers
         for first in range(start, tl.minimum(start + BLOCK * TILES, numel), BLOCK):
             sums = _tiles(sources, targets, s, sums, first, numel, RULE, GRADIENT, COMPUTE, BLOCK, 1)
-        _put(sums, partials)
+        _put(sums, partials, chunk)
 
 
 @triton.jit
-def _put(sums, partials):
+def _put(sums, partials, chunk):
     SUMS: tl.constexpr = len(sums)
     for k in tl.static_range(SUMS):
-        tl.store(partials + tl.program_id(0).to(tl.int64) * SUMS + k, tl.sum(sums[k]))
+        tl.store(partials + chunk * SUMS + k, tl.sum(sums[k]))
 
 
 @triton.jit
@@ -350,7 +354,9 @@ class _Sweep:
             )
             constants += a_pass.sums, -1 if a_pass.raw else a_pass.reads.find("g")
             constants += tuple(_TYPES[dtype] for dtype in bucket.dtypes), _TYPES[bucket.compute_dtype]
-            constants += table.rows.shape[1], table.scalars.shape[1], 1 + a_pass.scalar_count, _BLOCK, _TILES
+            constants += table.rows.shape[1], table.scalars.shape[1], 1 + a_pass.scalar_count
+            # every other pass starts where the last one ended, with what is still in the cache
+            constants += k % 2 == 1, _BLOCK, _TILES
             tables = table.rows, table.scalars, places[begin:end], partials[begin:end]
             options = {"num_warps": _WARPS, "enable_fp_fusion": False}
             self._launches.append(_Launch(_sweep, int(end - begin), tables, 1, constants, options))
