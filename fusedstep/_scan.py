@@ -40,6 +40,7 @@ PARAM, STATE, COUNT = range(3)
 # and of a tensor: dimensions, sizes and strides, dtype with device, dispatch keys, bytes of an element
 MOST_DIMS = 5
 WORDS = 1 + 2 * MOST_DIMS + 3
+KIND_BYTES = 0xFFFFFFFFFF
 
 
 def _words(address: int, count: int) -> list[int]:
@@ -60,14 +61,15 @@ def _offsets() -> list[int] | None:
     shape = [5, *t.shape, *t.stride(), 0, t.numel()]
     starts = [i for i in range(len(tensor) - len(shape)) if tensor[i : i + len(shape)] == shape]
     memory, storage = t.untyped_storage().data_ptr(), t.untyped_storage()._cdata
-    if inside.count(t._cdata) != 1 or len(starts) != 1 or tensor.count(storage) != 1:
+    if inside.count(t._cdata) != 1 or len(starts) != 1 or tensor[: starts[0]].count(storage) != 1:
         return None
     after = starts[0] + len(shape)
-    # the word after numel begins with dtype and device
-    keys = [i for i in range(after + 1, len(tensor)) if plain[i] != conjugate[i]]
-    same = all(plain[i] == conjugate[i] for i in (starts[0], starts[0] + 1, after))
-    requiring = _words(t.requires_grad_()._cdata, 25)
-    meta = [i for i in range(len(tensor)) if tensor[i] != requiring[i]]
+    # the word after numel begins with dtype and device; the rest of it is left as it was found
+    keys = [i for i in range(after + 1, len(tensor)) if (plain[i] ^ conjugate[i]).bit_count() == 1]
+    same = all(plain[i] == conjugate[i] for i in (starts[0], starts[0] + 1))
+    same = same and not (plain[after] ^ conjugate[after]) & KIND_BYTES
+    requiring = _words(t.requires_grad_()._cdata, starts[0])
+    meta = [i for i in range(starts[0]) if tensor[i] != requiring[i]]
     if not keys or keys[0] > after + 3 or not same or len(meta) != 1 or memory not in _words(storage, 6):
         return None
     without = _words(_words(t._cdata, 25)[meta[0]], 8)

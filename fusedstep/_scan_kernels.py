@@ -17,6 +17,7 @@ from ._scan import (
     GRAD,
     IMPL,
     KEYS,
+    KIND_BYTES,
     META,
     MOST_DIMS,
     MOVED,
@@ -41,7 +42,7 @@ _TYPE, _SIZE, _ITEMS = 8, 16, 24
 # in torch's, from its number of dimensions: the offset into its memory, and after the number of elements the
 # word that begins with dtype (2 bytes) and device (3 bytes)
 _OFFSET = 8 * (1 + 2 * MOST_DIMS)
-_KIND, _KIND_BYTES = _OFFSET + 16, 0xFFFFFFFFFF
+_KIND = _OFFSET + 16
 
 
 @intrinsic
@@ -102,7 +103,7 @@ def read_tensors(api, tensors, sizes):
             for d in range(min(words[i, k, 0], MOST_DIMS)):
                 words[i, k, 1 + d] = _word(shape + 8 * (1 + d))
                 words[i, k, 1 + MOST_DIMS + d] = _word(shape + 8 * (1 + MOST_DIMS + d))
-            words[i, k, 1 + 2 * MOST_DIMS] = _word(shape + _KIND) & _KIND_BYTES
+            words[i, k, 1 + 2 * MOST_DIMS] = _word(shape + _KIND) & KIND_BYTES
             words[i, k, 2 + 2 * MOST_DIMS] = _word(impl + api[KEYS])
             words[i, k, 3 + 2 * MOST_DIMS] = sizes[i, k]
             addresses[i, k] = _address(api, impl, sizes[i, k])
@@ -114,7 +115,7 @@ def _is_still(api, impl, words, i, k):
     """Whether a tensor is of the recorded kind; then it has memory, and an address."""
     shape = impl + api[SHAPE]
     different = _word(shape) ^ words[i, k, 0]
-    different |= (_word(shape + _KIND) & _KIND_BYTES) ^ words[i, k, 1 + 2 * MOST_DIMS]
+    different |= (_word(shape + _KIND) & KIND_BYTES) ^ words[i, k, 1 + 2 * MOST_DIMS]
     different |= _word(impl + api[KEYS]) ^ words[i, k, 2 + 2 * MOST_DIMS]
     for d in range(words[i, k, 0]):
         different |= _word(shape + 8 * (1 + d)) ^ words[i, k, 1 + d]

@@ -85,7 +85,7 @@ def adamw_(
         raise ValueError("amsgrad=True needs max_exp_avg_sqs, the largest exp_avg_sqs so far; start from zeros")
     largest = max_exp_avg_sqs if amsgrad and max_exp_avg_sqs is not None else []
     given = (params, grads, exp_avgs, exp_avg_sqs, largest)
-    lists = [_as_list(name, tensors) for name, tensors in zip(NAMES, given, strict=True)]
+    lists = [_as_list(name, tensors) for name, tensors in zip(_NAMES, given, strict=True)]
     if engine is not None and engine not in NAMES_OF_ENGINES:
         raise ValueError(f"Invalid engine: {engine!r}; use one of {NAMES_OF_ENGINES}, or None")
     named = ("lr", lr), ("beta1", beta1), ("beta2", beta2), ("eps", eps), ("weight_decay", weight_decay)
@@ -125,7 +125,7 @@ def _operator(
 
 @_operator.register_fake
 def _fake(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step, values, amsgrad, maximize, engine):
-    check_adamw([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs][: 5 if amsgrad else 4])
+    _check_adamw([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs][: 5 if amsgrad else 4])
 
 
 def _adamw(
@@ -139,7 +139,7 @@ def _adamw(
     key = (amsgrad, engine, len(lists[0]), *ends)
 
     def check() -> None:
-        check_adamw(lists)
+        _check_adamw(lists)
         _check_step(step, lists[0])
 
     _call(key, lists, rule, settings, hyper, step, check)
@@ -207,7 +207,7 @@ def clip_grad_norm_(
 # arguments
 
 
-NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
 def _as_list(name: str, tensors: Any) -> list[Tensor]:
@@ -237,7 +237,9 @@ def _check_step(step: Tensor, params: list[Tensor]) -> None:
             raise ValueError(f"step is on {step.device}, its parameter on {p.device}; move it there")
 
 
-def check_adamw(lists: Sequence[Sequence[Tensor]], names: Sequence[str] = NAMES, single: bool = False) -> None:
+def _check_adamw(
+    lists: Sequence[Sequence[Tensor]], names: Sequence[str] = _NAMES, single: bool = False
+) -> None:
     """Raise where these are not what `adamw_` takes, naming the one that is wrong."""
     if len({*map(len, lists)}) != 1:
         found = ", ".join(f"{len(x)} {name}" for name, x in zip(names, lists, strict=False))

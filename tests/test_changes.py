@@ -414,3 +414,17 @@ def test_an_optimizer_may_step_in_inference_mode_and_then_without():
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
     assert optimizer.state[p]["step"] == 2
+
+
+def test_where_torch_keeps_things_is_found_every_time():
+    """Whatever lies in memory that nobody has initialised, or behind a tensor."""
+    from fusedstep import _scan
+
+    kept, found = [], set()
+    for i in range(500):
+        kept.append(torch.empty(1 + i % 37))
+        if i % 3 == 0:
+            del kept[i % len(kept)]
+        found.add(tuple(_scan._offsets() or ()))
+    assert len(found) == 1
+    assert found != {()}

@@ -91,7 +91,7 @@ def npu_apply_fused_adamw_v2(
     if max_grad_norm is not None and not amsgrad:
         max_grad_norm = None
     tensors = [var, grad, m, v] + ([] if max_grad_norm is None else [max_grad_norm])
-    functional.check_adamw([[t] for t in tensors], _NAMES, single=True)
+    functional._check_adamw([[t] for t in tensors], _NAMES, single=True)
     functional.adamw_(
         var,
         grad,
