@@ -35,8 +35,8 @@ _OBJECTS = ("params", "step", None, Tensor, torch.nn.Parameter)
 PARAMS, STEP, NONE, TENSOR, PARAMETER = range(3, 8)
 IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD = range(8, 16)
 
-# columns of what is remembered of a parameter
-PARAM, STATE, COUNT = range(3)
+# columns of what is remembered of a parameter; its states follow
+PARAM, STATE, VERSION, COUNT, STATES = range(5)
 # and of a tensor: dimensions, sizes and strides, dtype with device, dispatch keys, bytes of an element
 MOST_DIMS = 5
 WORDS = 1 + 2 * MOST_DIMS + 3
@@ -83,6 +83,30 @@ def _offsets() -> list[int] | None:
     return [*(8 * place for place in places), without[grad]]
 
 
+# where CPython's dicts have a number that is another after every change; none has it from 3.13 on
+_DICT_VERSION = 24
+
+
+def _version(mapping: dict) -> int:
+    """That number, 0 where there is none."""
+    return _words(id(mapping) + _DICT_VERSION, 1)[0] if _DICTS_HAVE_VERSIONS else 0
+
+
+def _dicts_have_versions() -> bool:
+    seen: set[int] = set()
+    mapping: dict[str, float] = {"a": 1}
+    for value in (1.5, 2.5, 3.5):
+        mapping["a"] = value
+        before, after = (_words(id(mapping) + _DICT_VERSION, 1)[0] for _ in range(2))
+        if before != after or before in seen or before == 0:
+            return False
+        seen.add(before)
+    return True
+
+
+_DICTS_HAVE_VERSIONS = sys.implementation.name == "cpython" and _dicts_have_versions()
+
+
 def _api() -> np.ndarray | None:
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
@@ -122,7 +146,9 @@ class Groups:
         values = [[group.get(name) for name in options] for group in groups]
         params, states = [p for members in lists for p in members], [*state.values()]
         self._kept = groups, lists, values, params, states, options, absent
-        self._groups = np.stack((_ids(groups), _ids(lists), [*map(len, lists)]), 1).astype(np.int64)
+        columns = _ids(groups), _ids(lists), [*map(len, lists)], [*map(_version, groups)]
+        self._groups = np.stack(columns, 1).astype(np.int64)
+        self._version = _version(state)
         # 0 where there is none
         ids = [[id(group[name]) if name in group else 0 for name in options] for group in groups]
         self._values = np.array(ids, np.int64).reshape(len(groups), len(options))
@@ -145,7 +171,8 @@ class Groups:
 
         if type(groups) is not list or not isinstance(state, dict):
             return False
-        return scan_groups(API, id(groups), id(state), self._groups, self._values, *self._arrays)
+        facts = self._version, self._groups, self._values
+        return scan_groups(API, id(groups), id(state), *facts, *self._arrays)
 
 
 class Entries:
@@ -155,8 +182,9 @@ class Entries:
         params, states = [e.param for e in entries], [e.state for e in entries]
         counts = [e.step if e.rule.saves_step else None for e in entries]
         self._kept = params, states, counts, names, absent
-        columns: tuple[list, ...] = params, states, counts
-        self._facts = np.stack([*map(_ids, columns)], 1)
+        columns = [_ids(params), _ids(states), np.array([*map(_version, states)], np.int64), _ids(counts)]
+        columns += [_ids(state[name] for state in states) for name in names]
+        self._facts = np.stack(columns, 1)
         self._names, self._absent = _ids(names), _ids(absent)
         tensors = [(e.param, e.param.grad, *(e.state[name] for name in names)) for e in entries]
         self._tensors, self.addresses = _read(tensors)

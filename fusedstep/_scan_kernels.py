@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 from ._cache import kept_on_disk
 from ._scan import (
+    _DICT_VERSION,
     CLEAR,
     COUNT,
     DATA,
@@ -30,10 +31,12 @@ from ._scan import (
     SAME,
     SHAPE,
     STATE,
+    STATES,
     STEP,
     STORAGE,
     TENSOR,
     UNSURE,
+    VERSION,
     WORDS,
 )
 
@@ -82,6 +85,12 @@ def _item(api, mapping, key):
     if found == 0:
         _call(api[CLEAR], ())
     return found
+
+
+@_inline
+def _is_unchanged(mapping, version):
+    """Whether a dict is still as it was when it had this version; False if dicts have none."""
+    return version != 0 and _word(mapping + _DICT_VERSION) == version
 
 
 @_inline
@@ -151,6 +160,7 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
     verdict = SAME
     for i in range(len(facts)):
         state, count = facts[i, STATE], facts[i, COUNT]
+        unchanged = _is_unchanged(state, facts[i, VERSION])
         impl = _word(facts[i, PARAM] + api[IMPL])
         if not _is_still(api, impl, tensors, i, 0) or _lies_at(api, impl, tensors, i, 0) != addresses[i, 0]:
             return UNSURE
@@ -162,7 +172,8 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
             addresses[i, 1] = address
             verdict = MOVED
         for k in range(len(names)):
-            tensor = _item(api, state, names[k])
+            # looking it up takes longer than all the rest
+            tensor = facts[i, STATES + k] if unchanged else _item(api, state, names[k])
             if tensor == 0 or _word(tensor + _TYPE) != api[TENSOR]:
                 return UNSURE
             impl = _word(tensor + api[IMPL])
@@ -172,7 +183,7 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
                 return UNSURE
         if count == api[NONE]:
             continue
-        if _item(api, state, api[STEP]) != count:
+        if not unchanged and _item(api, state, api[STEP]) != count:
             return UNSURE
         if _address(api, _word(count + api[IMPL]), counts[i, 1]) != counts[i, 0]:
             return UNSURE
@@ -180,17 +191,20 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
 
 
 @_compiled
-def scan_groups(api, groups, state, facts, values, params, options, states, absent):
+def scan_groups(api, groups, state, version, facts, values, params, options, states, absent):
     if _word(groups + _SIZE) != len(facts):
         return False
     items, first = _word(groups + _ITEMS), 0
     for i in range(len(facts)):
         group = _word(items + 8 * i)
-        if group != facts[i, 0] or _item(api, group, api[PARAMS]) != facts[i, 1]:
+        if group != facts[i, 0]:
             return False
-        for k in range(len(options)):
-            if _item(api, group, options[k]) != values[i, k]:
+        if not _is_unchanged(group, facts[i, 3]):
+            if _item(api, group, api[PARAMS]) != facts[i, 1]:
                 return False
+            for k in range(len(options)):
+                if _item(api, group, options[k]) != values[i, k]:
+                    return False
         if _word(facts[i, 1] + _SIZE) != facts[i, 2]:
             return False
         members = _word(facts[i, 1] + _ITEMS)
@@ -200,6 +214,8 @@ def scan_groups(api, groups, state, facts, values, params, options, states, abse
         first += facts[i, 2]
     if _any_grad(api, absent):
         return False
+    if _is_unchanged(state, version):
+        return True
     # PyDict_Next writes the next position, key and value where it is told
     scratch, count = np.zeros(3, np.int64), 0
     here = scratch.ctypes.data

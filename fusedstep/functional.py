@@ -331,9 +331,12 @@ class _Call:
             if hyper != self._hyper:
                 upload(np.array([hyper]), table.hyper)
         self._hyper = hyper
-        for bucket, rows in self._buckets:
-            bucket.written = [tensors[i] for k, tensors in enumerate(lists) if k != 1 for i in rows]
+        for bucket, _ in self._buckets:
+            bucket.written = []
         step_tables(self.tables, Amp())
+        for k, tensors in enumerate(lists):
+            if k != 1:
+                torch.autograd.graph.increment_version(tensors)
         for state, copy in self._moved:
             state.copy_(copy)
         # keep no tensor alive

@@ -335,12 +335,19 @@ def trained(cls, mutation, kept, **options):
     return p.detach()
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled look", "python look"])
+# how a step looks for changes: as here, as where dicts have no versions, as where it cannot be compiled
+LOOKS = {
+    "compiled look": lambda monkeypatch: None,
+    "look without versions": lambda m: m.setattr("fusedstep._scan._DICTS_HAVE_VERSIONS", False),
+    "python look": lambda m: m.setattr("fusedstep._scan.API", None),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("kept", [True, False], ids=["gradient kept", "gradient new"])
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_whatever_is_done_between_steps_we_do_as_torch_does(mutation, kept, compiled, engine, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr("fusedstep._scan.API", None)
+def test_whatever_is_done_between_steps_we_do_as_torch_does(mutation, kept, look, engine, monkeypatch):
+    LOOKS[look](monkeypatch)
     ours = trained(fusedstep.Adam, mutation, kept, engine=engine)
     theirs = trained(torch.optim.Adam, mutation, kept)
     if isinstance(theirs, type):
