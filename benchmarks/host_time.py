@@ -1,4 +1,4 @@
-"""Where the host time of one AdamW step over 400 tensors goes, on a GPU, ours and torch's in turn.
+"""Where the host time of one AdamW step over 400 tensors goes, on a GPU, ours and torch's in turn, and Lamb's.
 
     python benchmarks/host_time.py
 
@@ -12,20 +12,24 @@ import torch
 
 import fusedstep
 from fusedstep._table import Amp
+from fusedstep.cli.shapes import MODELS
 
 
-def optimizer(module, **options):
-    params = [torch.nn.Parameter(torch.randn(1024, device="cuda")) for _ in range(400)]
+def optimizer(cls, shapes, **options):
+    params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
-    made = module.AdamW(params, **options)
+    made = cls(params, **options)
     made.step()
     made.step()
     return made, params
 
 
 def main() -> None:
-    (ours, params), (theirs, _) = optimizer(fusedstep), optimizer(torch.optim, fused=True)
+    tiny = MODELS["400 x 1024"]
+    ours, params = optimizer(fusedstep.AdamW, tiny)
+    theirs, _ = optimizer(torch.optim.AdamW, tiny, fused=True)
+    lamb, _ = optimizer(fusedstep.Lamb, MODELS["bert-large"])
     plan = ours._plan
     table = plan.tables[0]
     parts = {
@@ -35,6 +39,7 @@ def main() -> None:
         "  second launch: the update": lambda: table.engine.sweep(table, 1, Amp()),
         "  version counters": lambda: torch.autograd.graph.increment_version(params),
         "torch fused step": theirs.step,
+        "our Lamb step, bert-large": lamb.step,
     }
     samples: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(30):
