@@ -195,9 +195,9 @@ def _complete(optimizer: Any, saved: dict[str, Any], group: dict[str, Any]) -> N
     """Give a saved group what it lacks, or raise if that is what no other optimizer can tell."""
     _check_flags(saved)
     arguments = _arguments(type(optimizer))
-    ours = [name for name, a in arguments.items() if a.kind == a.KEYWORD_ONLY]
-    numbers = [name for name in optimizer.options if not isinstance(optimizer.defaults[name], bool)]
-    missing = [name for name in numbers if name not in saved and name not in ours]
+    # what takes a keyword is ours alone, and torch's flags came later than its classes
+    optional = {name for name, a in arguments.items() if a.kind == a.KEYWORD_ONLY}.union(TORCH_FLAGS)
+    missing = [name for name in optimizer.options if name not in saved and name not in optional]
     if missing:
         raise ValueError(
             f"the checkpoint has no {', '.join(missing)} for a group of {type(optimizer).__name__}: "

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import _scan
 from ._entry import Entry, Known, make_entry
-from ._table import Amp, make_tables, step, upload
-from .engines import LIMIT, OPTIONS
+from ._table import Amp, clips, make_tables, step, upload
+from .engines import OPTIONS
 
 _params = itemgetter("params")
 
@@ -119,7 +119,7 @@ class Plan:
             return False
         before = self._hyper, [cell[:2] for cell in self._cells]
         self._read_options(optimizer)
-        if (before[0][:, LIMIT] > 0).any() != (self._hyper[:, LIMIT] > 0).any():
+        if clips(before[0]) != clips(self._hyper):
             return False
         if not np.array_equal(before[0], self._hyper) or before[1] != [cell[:2] for cell in self._cells]:
             for table in self.tables:

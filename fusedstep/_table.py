@@ -92,6 +92,11 @@ class Bucket:
         self.rows_changed = True
 
 
+def clips(hyper: np.ndarray) -> bool:
+    """Whether any group has a limit for the norm of its gradients."""
+    return bool((hyper[:, LIMIT] > 0).any())
+
+
 class Table:
     """Step counts, hyper-parameters, scalars, sums and addresses of what one engine steps on one device."""
 
@@ -99,7 +104,7 @@ class Table:
         self.engine, self.device, self.counts = engine, entries[0].param.device, settings.counts
         # all rules of an optimizer share their scalars and the number of their passes and sums
         self.rule = entries[0].rule
-        self.clips = bool((hyper[:, LIMIT] > 0).any())
+        self.clips = clips(hyper)
         by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
         self.entries = [entries[i] for i in by_bucket]
         width = POINTERS + max(len(entry.dtypes) for entry in entries)

@@ -71,8 +71,8 @@ def test_the_judges_agree_with_each_other(case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_fifty_steps_are_as_close_to_float64_as_torch_is(case, dtype, engine):
-    # the interpreter takes seconds for what a GPU, where all take all steps, does in milliseconds
-    steps = 10 if engine == "triton" and case not in KINDS else STEPS
+    # with sums the interpreter takes long; all rows take all steps on a GPU
+    steps = 10 if engine == "triton" and case.sums and case not in KINDS else STEPS
     start, grads = parameters(dtype), gradients(dtype, steps=steps)
     ours, theirs = ([torch.nn.Parameter(p.detach().clone()) for p in start] for _ in range(2))
     optimizer = case.ours(ours, engine=engine, **case.options)

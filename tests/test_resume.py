@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fusedstep
+import fusedstep.npu
 from tests.cases import CASES, KINDS, name_of
 
 # each half: warm-ups end in the first, schedules in the second
@@ -115,3 +116,13 @@ def test_a_hook_may_complete_a_checkpoint_before_it_is_judged():
     bert.register_load_state_dict_pre_hook(complete)
     bert.load_state_dict(saved)
     assert bert.param_groups[0]["schedule"] == "warmup_cosine"
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.Adam, torch.optim.AdamW, fusedstep.Adam])
+@pytest.mark.parametrize("ours", [fusedstep.Lamb, fusedstep.npu.NpuFusedLamb])
+def test_lamb_does_not_take_a_checkpoint_of_adam_for_its_own(ours, theirs):
+    lamb = with_state(ours, [{}])
+    before = {name: value.clone() for name, value in next(iter(lamb.state.values())).items()}
+    with pytest.raises(ValueError, match="seems to come from another optimizer"):
+        lamb.load_state_dict(with_state(theirs, [{}]).state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in next(iter(lamb.state.values())).items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -130,10 +129,9 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
     state_dtype = DTYPES[work.dtype][1]
     steps = {"ours": _step(f"fusedstep.{work.optimizer}", work, device, state_dtype=state_dtype)}
     # torch keeps states in the parameter's dtype: the nearest it has to the mixed case
-    for peer in work.peers:
-        if importlib.util.find_spec(peer.partition(".")[0]) is not None:
-            fused = {"fused": True} if peer.startswith("torch.") else {}
-            steps[peer] = _step(peer, work, device, **fused)
+    for peer in filter(_is_there, work.peers):
+        fused = {"fused": True} if peer.startswith("torch.") else {}
+        steps[peer] = _step(peer, work, device, **fused)
     for step in (*steps.values(),) * 2:  # compiled and allocated before the clock starts
         step()
     times = (timing.on_cpu if device == "cpu" else timing.on_gpu)([*steps.values()], rounds)
@@ -153,6 +151,19 @@ def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], An
         return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
     groups = [{"params": [p]} for p in params] if work.model.endswith("groups") else params
     return _class(name)(groups, lr=1e-3, **_known(name, work.options), **options).step
+
+
+@functools.cache
+def _is_there(name: str) -> bool:
+    """Whether a peer can be imported; what is installed and cannot is told once."""
+    try:
+        _class(name)
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:
+        print(f"{name} is left out, it cannot be imported: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _class(name: str) -> Any:

@@ -105,7 +105,7 @@ add: Any = None
 add_tail: Any = None
 put: Any = None
 EXACT: Any = None
-INPUTS, ROLES, SCALARS, WRITES = 0, 0, 0, 0
+INPUTS, ROLES, SCALARS = 0, 0, 0
 
 
 def _prepare(rows, steps, hyper, sums, everyone, scalars, scale, counts, clips):
