@@ -95,6 +95,15 @@ def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     >>> [x.tolist() for x in chunks(np.array([5, 0, 2]), 2)]
     [[0, 0, 0, 2], [0, 1, 2, 0]]
     """
-    counts = -(-numels // size)
-    tensors = np.repeat(np.arange(len(counts)), counts)
-    return tensors, np.arange(len(tensors)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = chunk_starts(numels, size)
+    counts = np.diff(starts)
+    return np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+
+
+def chunk_starts(numels: np.ndarray, size: int) -> np.ndarray:
+    """Of every tensor the number of its first chunk, and how many there are.
+
+    >>> chunk_starts(np.array([5, 0, 2]), 2).tolist()
+    [0, 3, 3, 4]
+    """
+    return np.concatenate(([0], np.cumsum(-(-numels // size)))).astype(np.int64)

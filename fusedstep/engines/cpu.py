@@ -43,6 +43,7 @@ from . import (
     SEGMENT,
     SIGN,
     _vector,
+    chunk_starts,
     chunks,
     compute_dtype,
 )
@@ -241,7 +242,7 @@ class _Sweep:
     def __init__(self, table: Any, k: int) -> None:
         rows, scalars = table.host_rows, table.scalars.numpy()
         numels = np.concatenate([bucket.numels for bucket in table.buckets])
-        self._firsts = np.concatenate(([0], np.cumsum(-(-numels // CHUNK)))).astype(np.int64)
+        self._firsts = chunk_starts(numels, CHUNK)
         self._sums = table.sums.numpy()[table.columns(k)]
         self._partials = np.zeros((self._firsts[-1], len(self._sums)))
         self._reduce = _reduce_kernel(scalars.dtype)
