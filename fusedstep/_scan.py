@@ -2,9 +2,10 @@
 
 Every step must look at every gradient, address, state and option again: all of them may be re-allocated
 or replaced at will. In Python that look costs more than the launch it precedes, so the loop over these
-Python objects is compiled by Numba and talks to CPython's C interface. It only reads. What it is not
-sure about it leaves to the plan, which looks again in Python; where it cannot run (another interpreter,
-a torch that lays out its tensors otherwise), the plan always does.
+Python objects is compiled by Numba and talks to CPython's C interface. It only reads, but for one thing:
+after a step it counts what was written in the counters by which autograd notices. What it is not sure about
+it leaves to the plan, which looks again in Python; where it cannot run (another interpreter, a torch that
+lays out its tensors otherwise), the plan always does.
 
 Options, parameters and state dicts are compared by identity, and kept alive so that no other object can
 take their place. Gradients and states are not kept: they are compared by dtype, device, sizes, strides,
@@ -33,7 +34,7 @@ _FUNCTIONS = ("PyDict_GetItemWithError", "PyDict_Next", "PyErr_Clear")
 GET_ITEM, NEXT, CLEAR = range(3)
 _OBJECTS = ("params", "step", None, Tensor, torch.nn.Parameter)
 PARAMS, STEP, NONE, TENSOR, PARAMETER = range(3, 8)
-IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD = range(8, 16)
+IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD, COUNTER, WRITES = range(8, 18)
 
 # columns of what is remembered of a parameter; its states follow
 PARAM, STATE, VERSION, COUNT, STATES = range(5)
@@ -51,8 +52,8 @@ def _offsets() -> list[int] | None:
     """Where a Python tensor points to torch's, and where that has what we look at; None if unclear.
 
     Shape and offset are found by their values, and so is the memory; the keys are what conjugation alone
-    changes; the gradient hangs on what a tensor gets when it requires one. Last comes what stands there
-    instead of a gradient.
+    changes; the gradient hangs on what a tensor gets when it requires one, and there is something that stands
+    there instead of a gradient. Last comes where writes are counted.
     """
     t = torch.empty(3, 5, 7, 11, 13, device="cpu")
     z = torch.empty(1, dtype=torch.complex64, device="cpu")
@@ -80,7 +81,23 @@ def _offsets() -> list[int] | None:
     grad = with_grad.index(t.grad._cdata)
     places = [inside.index(t._cdata), starts[0], keys[0], tensor.index(storage)]
     places += [_words(storage, 6).index(memory), meta[0], grad]
-    return [*(8 * place for place in places), without[grad]]
+    counter = _write_counter()
+    return None if counter is None else [*(8 * place for place in places), without[grad], *counter]
+
+
+def _write_counter() -> tuple[int, int] | None:
+    """Where a tensor points to its count of writes, and where that has the number.
+
+    A tensor shares it with its views and with what is detached from it, but not with its `data`.
+    """
+    t, writes = torch.empty(3, 5, device="cpu"), 777
+    torch.autograd.graph.increment_version([t] * writes)
+    own, view, detached, data = (_words(x._cdata, 8) for x in (t, t.view(-1), t.detach(), t.data))
+    places = [i for i in range(8) if own[i] == view[i] == detached[i] != data[i]]
+    if len(places) != 1:
+        return None
+    halves = [ctypes.c_uint32.from_address(own[places[0]] + 4 * i).value for i in range(6)]
+    return (8 * places[0], 4 * halves.index(writes)) if halves.count(writes) == 1 else None
 
 
 # where CPython's dicts have a number that is another after every change; none has it from 3.13 on
@@ -210,6 +227,12 @@ class Entries:
 
         facts = self._facts, self._tensors, self._names, self._counts, self._absent
         return scan_entries(API, *facts, self.addresses)
+
+    def count_writes(self) -> None:
+        """Tell autograd that the parameters were written."""
+        from ._scan_kernels import count_writes
+
+        count_writes(API, self._facts)
 
 
 class Lists:

@@ -13,6 +13,7 @@ from ._scan import (
     _DICT_VERSION,
     CLEAR,
     COUNT,
+    COUNTER,
     DATA,
     GET_ITEM,
     GRAD,
@@ -38,6 +39,7 @@ from ._scan import (
     UNSURE,
     VERSION,
     WORDS,
+    WRITES,
 )
 
 # offsets in CPython's objects: the type of any, size and items of a list
@@ -69,6 +71,18 @@ def _word(typing_context, address):
         return builder.load(builder.inttoptr(values[0], ir.IntType(64).as_pointer()))
 
     return nb.int64(address), codegen
+
+
+@intrinsic
+def _count(typing_context, address):
+    """Add one to the four bytes at an address, at once for all threads."""
+
+    def codegen(context, builder, signature, values):
+        number = builder.inttoptr(values[0], ir.IntType(32).as_pointer())
+        builder.atomic_rmw("add", number, ir.IntType(32)(1), "monotonic")
+        return context.get_dummy_value()
+
+    return nb.void(address), codegen
 
 
 def _compiled(function):
@@ -188,6 +202,14 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
         if _address(api, _word(count + api[IMPL]), counts[i, 1]) != counts[i, 0]:
             return UNSURE
     return UNSURE if _any_grad(api, absent) else verdict
+
+
+@_compiled
+def count_writes(api, facts):
+    for i in range(len(facts)):
+        counter = _word(_word(facts[i, PARAM] + api[IMPL]) + api[COUNTER])
+        if counter != 0:  # inference tensors have none
+            _count(counter + api[WRITES])
 
 
 @_compiled

@@ -84,6 +84,13 @@ class Bucket:
             self.write_addresses(self._scan.addresses)
         return verdict != _scan.UNSURE or self.survey()
 
+    def count_writes(self) -> None:
+        """Tell autograd that the parameters were written."""
+        if self._scan is None:
+            torch.autograd.graph.increment_version(self.written)
+        else:
+            self._scan.count_writes()
+
     def write_addresses(self, addresses: np.ndarray) -> None:
         # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
         misaligned = np.bitwise_or.reduce(addresses, axis=1) & 15
@@ -176,8 +183,7 @@ class Table:
             for entry in bucket.staged:
                 entry.copy_out()
             if self.engine.BY_ADDRESS:
-                # autograd must know that these were written
-                torch.autograd.graph.increment_version(bucket.written)
+                bucket.count_writes()
 
 
 # which gradients are clipped together, by their entries

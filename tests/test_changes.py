@@ -435,3 +435,21 @@ def test_where_torch_keeps_things_is_found_every_time():
         found.add(tuple(_scan._offsets() or ()))
     assert len(found) == 1
     assert found != {()}
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
+def test_autograd_notices_that_a_parameter_was_written(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr("fusedstep._scan.API", None)
+    p = torch.nn.Parameter(torch.randn(5))
+    view, apart = p.view(-1), p.data
+    p.grad = torch.randn(5)
+    optimizer = fusedstep.AdamW([p])
+    loss = p.square().sum()
+    for i in range(3):
+        before = p._version, view._version, apart._version
+        optimizer.step()
+        assert (p._version, view._version, apart._version) == (before[0] + 1, before[1] + 1, before[2])
+        assert (optimizer._plan.tables[0].buckets[0]._scan is not None) == compiled
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
