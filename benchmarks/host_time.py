@@ -34,10 +34,10 @@ def main() -> None:
     table = plan.tables[0]
     parts = {
         "our step": ours.step,
-        "  look: has anything changed": lambda: plan.describes(ours),
+        "  look: has anything changed": lambda: plan.describes(ours, plan.besides),
         "  first launch: scalars": lambda: table.engine.prepare(table, Amp(), first=True),
-        "  second launch: the update": lambda: table.engine.sweep(table, 1, Amp()),
-        "  version counters": table.buckets[0].count_writes,
+        "  second launch: the update": lambda: table.engine.sweep(table, 1, skips=False),
+        "  version counters": lambda: table.buckets[0].count_writes(clears=False),
         "torch fused step": theirs.step,
         "our Lamb step, bert-large": lamb.step,
     }

@@ -8,7 +8,8 @@
 """
 
 from . import functional
+from ._scaler import GradScaler
 from .optimizers import SGD, Adam, AdamW, BertAdam, Lamb
 
-__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "Lamb", "functional"]
+__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "GradScaler", "Lamb", "functional"]
 __version__ = "0.1.0"

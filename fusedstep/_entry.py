@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import engines
 from ._layout import dense_strides, empty_like, laid_like, lies_like
-from ._passes import Rule
+from ._passes import EMA, Besides, Rule
 
 
 class Settings(NamedTuple):
@@ -27,6 +27,7 @@ class Settings(NamedTuple):
     clip_scope: str = "global"
     exact: torch.dtype = torch.float64
     counts: bool = True
+    besides: Besides = Besides()
 
 
 class Known(NamedTuple):
@@ -71,7 +72,7 @@ class Entry:
     @property
     def bucket(self) -> tuple:
         """Entries with equal keys can share a launch."""
-        return (self.rule.passes[-1].update.__name__, *map(str, self.dtypes), self.staged)
+        return (self.rule.passes[-1].update.__name__, self.rule.roles, *map(str, self.dtypes), self.staged)
 
     @property
     def staged(self) -> bool:
@@ -130,9 +131,11 @@ class Entry:
             self.grad_copy.copy_(cast(Tensor, self.grad))
 
     @torch.no_grad()
-    def copy_out(self) -> None:
+    def copy_out(self, clears: bool) -> None:
         if self.param_copy is not None:
             self.param.copy_(self.param_copy)
+        if clears and self.grad_copy is not None:
+            cast(Tensor, self.grad).zero_()
 
 
 def real(t: Tensor) -> torch.dtype:
@@ -161,8 +164,11 @@ def make_entry(
     for name in names:
         found = state.get(name)
         if found is None:
-            stepped = stepped if rule.saves_step else 0.0
-            tensor = _new_state(p, strides, settings.state_dtype, engine)
+            # one that comes in the middle of training, as an average may, does not start it over
+            stepped = stepped if rule.saves_step or name != names[0] else 0.0
+            tensor = _new_state(p, strides, state_dtype_for(p, name, settings.state_dtype), engine)
+            if name == EMA:
+                tensor.copy_(p)
         else:
             tensor = _adopted(found, p, strides, name, engine)
         states.append(tensor)
@@ -208,8 +214,11 @@ def _check(p: Tensor, g: Tensor, owner: str) -> None:
         raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
 
 
-def state_dtype_for(p: Tensor, chosen: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's states: the chosen one, or its own."""
+def state_dtype_for(p: Tensor, name: str, chosen: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter's state: the chosen one, or its own."""
+    if name == EMA:
+        # sixteen bits would lose what a step adds to it
+        return torch.promote_types(p.dtype, torch.float32)
     if chosen is None or not p.is_complex():
         return p.dtype if chosen is None else chosen
     if chosen == torch.bfloat16:
@@ -217,8 +226,7 @@ def state_dtype_for(p: Tensor, chosen: torch.dtype | None) -> torch.dtype:
     return chosen.to_complex()
 
 
-def _new_state(p: Tensor, strides: tuple, chosen: torch.dtype | None, engine: ModuleType) -> Tensor:
-    dtype = state_dtype_for(p, chosen)
+def _new_state(p: Tensor, strides: tuple, dtype: torch.dtype, engine: ModuleType) -> Tensor:
     if not engine.BY_ADDRESS:
         return torch.zeros_like(p, dtype=dtype, requires_grad=False)
     return empty_like(p, strides, dtype).zero_()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -15,10 +16,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_h
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from . import engines
+from ._capture import Capture, Group
 from ._entry import Settings, state_dtype_for
-from ._passes import Rule
+from ._passes import EMA, NORMS, Besides, Rule
 from ._plan import Plan
-from ._table import CLIP_SCOPES, Amp
+from ._statistics import Statistics, collected
+from ._table import CLIP_SCOPES, Amp, is_capturing
 
 _WAYS = ("foreach", "capturable", "differentiable", "fused")
 TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
@@ -45,8 +48,8 @@ class Optimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "options"):
-            cls.all_options = ("max_grad_norm", "maximize", *cls.options, *cls.switches)
-            cls.options_of = itemgetter(*cls.all_options[1:])
+            cls.options_of = itemgetter("maximize", *cls.options, *cls.switches)
+            cls.all_options = ("max_grad_norm", "ema_decay", "maximize", *cls.options, *cls.switches)
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """With all arguments of a subclass: `params`, a few for the whole optimizer, and group options."""
@@ -54,35 +57,61 @@ class Optimizer(torch.optim.Optimizer):
         for name in ("self", "__class__"):
             defaults.pop(name, None)
         params, state_dtype, engine = (defaults.pop(name) for name in ("params", "state_dtype", "engine"))
-        clip_scope = defaults.pop("clip_scope", "global")
-        limit, argument = defaults["max_grad_norm"], _arguments(type(self)).get("max_grad_norm")
-        if limit is not None and (not isinstance(limit, (int, float, Tensor)) or limit != limit):
-            raise ValueError(f"Invalid max_grad_norm: {limit!r}; use a number, or None for no limit")
-        if limit is None and (argument is None or argument.default is None):
-            # groups then read as torch's do
-            del defaults["max_grad_norm"]
-        self.check(defaults)
-        _check_flags(defaults)
+        clip_scope, norm_type = defaults.pop("clip_scope", "global"), defaults.pop("norm_type", 2.0)
+        # set to True, a step is skipped if a gradient holds NaN or inf
+        self.skip_nonfinite = bool(defaults.pop("skip_nonfinite", False))
+        # set to True, `statistics()` has something to tell
+        self.collect_statistics = bool(defaults.pop("statistics", False))
+        declared = _arguments(type(self))
+        for name in ("max_grad_norm", "ema_decay"):
+            if defaults.get(name) is None and (name not in declared or declared[name].default is None):
+                # groups then read as torch's do
+                defaults.pop(name, None)
+        self._check(defaults)
         if state_dtype is not None and state_dtype not in STATE_DTYPES:
             raise ValueError(f"Invalid state_dtype: {state_dtype}; use one of {STATE_DTYPES}, or None")
         if engine is not None and engine not in engines.NAMES:
             raise ValueError(f"Invalid engine: {engine!r}; use one of {engines.NAMES}, or None")
         if clip_scope not in CLIP_SCOPES:
             raise ValueError(f"Invalid clip_scope: {clip_scope!r}; use one of {(*CLIP_SCOPES,)}")
-        self.state_dtype, self.engine, self.clip_scope = state_dtype, engine, clip_scope
+        if norm_type not in NORMS:
+            raise ValueError(f"Invalid norm_type: {norm_type!r}; use one of {(*NORMS,)}")
+        self.state_dtype, self.engine = state_dtype, engine
+        self.clip_scope, self.norm_type = clip_scope, float(norm_type)
         # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
         self._step_supports_amp_scaling = True
         # step counts of rules that do not save them
         self.unsaved_steps: dict[Tensor, Tensor] = {}
-        self._plan: Plan | None = None
+        self._forget()
         super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """Start as a new optimizer does, that has taken no step."""
+        self._plan: Plan | None = None
+        # of the last step that came through
+        self._status: Tensor | None = None
+        self._capture: Capture | None = None
+        self._shows_averages = False
 
     def rule(self, group: dict[str, Any]) -> Rule:
         """The rule that steps this group."""
         raise NotImplementedError
 
+    def kind(self, group: dict[str, Any]) -> tuple[Rule, bool]:
+        """That rule, and whether the group's parameters are averaged."""
+        return self.rule(group), group.get("ema_decay") is not None
+
     def check(self, options: dict[str, Any]) -> None:
         """Raise where options, of a group or of all, make no sense."""
+
+    def _check(self, options: dict[str, Any]) -> None:
+        limit, decay = options.get("max_grad_norm"), options.get("ema_decay")
+        if limit is not None and (not isinstance(limit, (int, float, Tensor)) or limit != limit):
+            raise ValueError(f"Invalid max_grad_norm: {limit!r}; use a number, or None for no limit")
+        if decay is not None and not (isinstance(decay, (int, float, Tensor)) and 0 <= decay <= 1):
+            raise ValueError(f"Invalid ema_decay: {decay!r}; use a number from 0 to 1, or None for no average")
+        self.check(options)
+        _check_flags(options)
 
     def number(self, option: str, value: Any) -> Any:
         """The value of an option, a word as its number."""
@@ -116,28 +145,147 @@ class Optimizer(torch.optim.Optimizer):
         return step
 
     @torch._disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; with a closure, call it first and return its value."""
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, zero_grad: bool = False, set_to_none: bool = True
+    ) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: called first; its value is returned
+            zero_grad: whether gradients are done with. If `set_to_none`, they are dropped after the step, as
+                `zero_grad()` does; if not, they are set to zero, where they are, as the update reads them.
+                Either way also if the step is skipped
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._shows_averages:
+            raise RuntimeError("the parameters are averages within ema_parameters(); step() outside of it")
+        # a GradScaler sets these two around its call; ours leaves it to us to find out about the second
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        guards = self.skip_nonfinite or (scale is not None and found_inf is None)
+        clears = zero_grad and not set_to_none
+        besides = Besides(self.norm_type, guards=guards, clears=clears, reports=self.collect_statistics)
+        captures = is_capturing()
+        if self._capture is not None and not captures:
+            self._capture.check(self, besides)
         # kept only if the step comes through: after an exception the next one starts over
         plan, self._plan = self._plan, None
-        if plan is None or not plan.describes(self):
-            plan = Plan(self)
-        # a GradScaler sets these two around its call
-        plan.step(Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)))
+        if plan is None or not plan.describes(self, besides):
+            if captures:
+                raise RuntimeError(
+                    "a CUDA graph can capture a step() only after one that was not captured, with the same "
+                    "arguments, parameters and dtypes: take one, then capture"
+                )
+            plan = Plan(self, besides, self._status)
+        plan.step(Amp(scale, found_inf))
         self._plan = plan
+        if plan.tables:
+            self._status = plan.tables[0].status
+        if captures:
+            self.release_graph()
+            self._capture = Capture(plan)
+            self.param_groups[:] = [Group(group, self._options_changed) for group in self.param_groups]
+        if zero_grad and set_to_none:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = None
         return loss
 
+    @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether the last step was skipped, as a tensor on its device: only reading it waits.
+
+        >>> import torch, fusedstep
+        >>> p = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedstep.SGD([p], skip_nonfinite=True)
+        >>> p.grad = torch.tensor([1.0, float("inf")])
+        >>> optimizer.step()
+        >>> optimizer.step_was_skipped, optimizer.skipped_steps
+        (tensor(True), tensor(1))
+        """
+        return torch.tensor(False) if self._status is None else self._status[engines.SKIP] != 0
+
+    @property
+    def _found_nonfinite(self) -> Tensor:
+        """The same as a GradScaler wants it, 1 or 0; what the next step finds comes to the same memory."""
+        return torch.tensor(0.0) if self._status is None else self._status[engines.SKIP]
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped so far, as a tensor on their device."""
+        return torch.tensor(0) if self._status is None else self._status[engines.SKIPPED].long()
+
+    def statistics(self) -> Statistics:
+        """What the last step measured, on the device: only reading it waits.
+
+        >>> import torch, fusedstep
+        >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        >>> optimizer = fusedstep.SGD([p], lr=0.5, max_grad_norm=1.0, statistics=True)
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> seen = optimizer.statistics()
+        >>> seen.grad_norm.item(), round(seen.clip_factor.item(), 4), round(seen.update_norm.item(), 4)
+        (5.0, 0.2, 0.5)
+        """
+        if self._plan is None or not self._plan.besides.reports:
+            raise RuntimeError("no step has collected statistics; construct with statistics=True, then step()")
+        return collected(self._plan.tables, [p for group in self.param_groups for p in group["params"]])
+
+    @contextlib.contextmanager
+    def ema_parameters(self) -> Iterator[None]:
+        """Within this context the parameters are their moving averages, for evaluation.
+
+        >>> import torch, fusedstep
+        >>> p = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = fusedstep.SGD([p], lr=1.0, ema_decay=0.5)
+        >>> for _ in range(2):
+        ...     p.grad = torch.tensor([1.0])
+        ...     optimizer.step()
+        >>> with optimizer.ema_parameters():
+        ...     print(p.data)
+        tensor([-0.5000])
+        >>> p.data
+        tensor([-1.])
+        """
+        if self._shows_averages:
+            raise RuntimeError("the parameters already are their averages")
+        params = [p for group in self.param_groups for p in group["params"] if EMA in self.state.get(p, {})]
+        if not params:
+            raise RuntimeError("there are no averages; construct with ema_decay=0.999, for example, and step()")
+        kept = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            torch._foreach_copy_(params, [self.state[p][EMA] for p in params])
+        self._shows_averages = True
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(params, kept)
+            self._shows_averages = False
+
+    def _options_changed(self) -> None:
+        """A replay does not ask for the options of groups: bring them to the device when they change."""
+        if self._capture is not None and not is_capturing():
+            self._capture.plan.refresh_options(self)
+
+    def release_graph(self) -> None:
+        """Forget that a CUDA graph has captured `step()`, which must not be replayed any more."""
+        if self._capture is not None:
+            self._capture.release()
+            self._capture = None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._capture is not None:
+            self._capture.refuse("add_param_group")
         if isinstance(param_group, dict):
-            _check_flags(param_group)
-            self.check({**self.defaults, **param_group})
+            self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._capture is not None:
+            self._capture.refuse("load_state_dict")
         # after the user's hooks
         handle = self.register_load_state_dict_pre_hook(_loadable)
         try:
@@ -146,12 +294,13 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ("state_dtype", "engine", "clip_scope", "unsaved_steps", "_step_supports_amp_scaling")
+        ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
+        ours += ["unsaved_steps", "_step_supports_amp_scaling"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -171,7 +320,7 @@ class Optimizer(torch.optim.Optimizer):
         if name == "step":
             # a copy: the dict may be another optimizer's, still counting
             return torch.as_tensor(value, dtype=_get_scalar_dtype()).detach().clone()
-        dtype = state_dtype_for(p, self.state_dtype)
+        dtype = state_dtype_for(p, name, self.state_dtype)
         return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from . import _scan
 from ._entry import Entry, Known, make_entry
-from ._table import Amp, clips, make_tables, step, upload
-from .engines import OPTIONS
+from ._passes import Besides, complete
+from ._table import Amp, clips, is_capturing, make_tables, step, upload
+from .engines import OPTIONS, SKIPPED
 
 _params = itemgetter("params")
 
@@ -45,7 +46,7 @@ class Plan:
     # what is made here is written later, in whatever mode
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, besides: Besides, previous: Tensor | None) -> None:
         groups, known = optimizer.param_groups, Known(optimizer.state, optimizer.unsaved_steps)
         self._members = [[*members] for members in map(_params, groups)]
         params = [*chain.from_iterable(self._members)]
@@ -54,22 +55,29 @@ class Plan:
                 f"{optimizer.settings.owner} was given a parameter twice and would update it twice at once; "
                 "pass every parameter once, for example list(dict.fromkeys(params))"
             )
-        self._rules = [*map(optimizer.rule, groups)]
+        self._kinds = [*map(optimizer.kind, groups)]
         for gone in optimizer.unsaved_steps.keys() - set(params):
             del optimizer.unsaved_steps[gone]
         self._read_options(optimizer)
 
+        self.besides = besides
+        measures = besides.guards or clips(self._hyper)
+        settings = optimizer.settings._replace(besides=besides._replace(measures=measures))
         self._pending: list[Tensor] = []
         entries: list[Entry] = []
-        for i, rule in enumerate(self._rules):
+        for i, (rule, averages) in enumerate(self._kinds):
+            rule = complete(rule, settings.besides, averages)
             for p in self._members[i]:
                 if p.grad is None:
                     self._pending.append(p)
                 else:
-                    entries.append(make_entry(p, rule, i, known, optimizer.settings))
-        self.tables = make_tables(entries, self._hyper, optimizer.settings)
+                    entries.append(make_entry(p, rule, i, known, settings))
+        self.tables = make_tables(entries, self._hyper, settings)
 
         # everything is allocated and compiled
+        if previous is not None:
+            for table in self.tables:
+                table.status[SKIPPED].copy_(previous[SKIPPED], non_blocking=True)
         for entry in entries:
             entry.commit(known)
         for table in self.tables:
@@ -89,13 +97,15 @@ class Plan:
             options = () if self._volatile else optimizer.all_options
             self._scan = _scan.Groups(groups, options, state, self._pending)
 
-    def describes(self, optimizer: Any) -> bool:
+    def describes(self, optimizer: Any, besides: Besides) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
+        if besides != self.besides:
+            return False
         same = self._scan is not None and self._scan.same(optimizer.param_groups, optimizer.state)
         was_volatile = self._volatile
         if not same and not self._holds(optimizer):
             return False
-        if (not same or self._volatile) and not self._refresh_options(optimizer):
+        if (not same or self._volatile) and not self.refresh_options(optimizer):
             return False
         if not all(table.refresh() for table in self.tables):
             return False
@@ -114,14 +124,20 @@ class Plan:
             and all(p.grad is None for p in self._pending)
         )
 
-    def _refresh_options(self, optimizer: Any) -> bool:
-        if [*map(optimizer.rule, optimizer.param_groups)] != self._rules:
+    def refresh_options(self, optimizer: Any) -> bool:
+        if [*map(optimizer.kind, optimizer.param_groups)] != self._kinds:
             return False
         before = self._hyper, [cell[:2] for cell in self._cells]
         self._read_options(optimizer)
         if clips(before[0]) != clips(self._hyper):
             return False
         if not np.array_equal(before[0], self._hyper) or before[1] != [cell[:2] for cell in self._cells]:
+            if is_capturing():
+                raise RuntimeError(
+                    "an option of a group has changed since the last step, and cannot be brought to the device "
+                    "while a CUDA graph is captured; take one more step() before, or change it afterwards: the "
+                    "graph need not be captured again for that"
+                )
             for table in self.tables:
                 upload(self._hyper, table.hyper)
         self._copy_cells()
@@ -132,22 +148,24 @@ class Plan:
         self._cells: list[tuple[int, int, Tensor]] = []
         options = [*map(optimizer.options_of, optimizer.param_groups)]
         limits = [*map(optimizer.limit, optimizer.param_groups)]
+        averages = [group.get("ema_decay") for group in optimizer.param_groups]
         # anything but numbers and words and tuples of them may change in place, and is read anew every step
         parts = chain.from_iterable(
-            v if isinstance(v, tuple) else (v,) for row in (limits, *options) for v in row
+            v if isinstance(v, tuple) else (v,) for row in (limits, averages, *options) for v in row
         )
         self._volatile = not all(isinstance(v, (int, float, str, type(None))) for v in parts)
         hyper = []
-        for i, (limit, (maximize, *values)) in enumerate(zip(limits, options, strict=True)):
+        for i, (maximize, *values) in enumerate(options):
             row = [-1.0 if maximize else 1.0]
             values = [optimizer.number(*named) for named in zip(optimizer.options, values, strict=False)]
-            values = [0 if limit is None else limit, optimizer.clip_eps, *values]
-            for value in chain.from_iterable(_numbers(v, i) for v in values):
+            common = [0 if value is None else value for value in (limits[i], optimizer.clip_eps, averages[i])]
+            for value in chain.from_iterable(_numbers(v, i) for v in (*common, *values)):
                 if isinstance(value, Tensor):
                     self._cells.append((i, len(row), value))
                 # not 0, which for some means off
                 row.append(1.0 if isinstance(value, Tensor) else value)
-            if len(row) != OPTIONS + self._rules[i].scalars.__code__.co_argcount - 1 - self._rules[i].sums:
+            rule, _ = self._kinds[i]
+            if len(row) != OPTIONS + rule.scalars.__code__.co_argcount - 1 - len(rule.inputs):
                 raise ValueError(f"group {i} has too many or too few numbers in its options: {values}")
             hyper.append(row)
         self._hyper = np.array(hyper, np.float64)

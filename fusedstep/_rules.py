@@ -101,8 +101,34 @@ def square(g):
     return (g * g,)
 
 
+def magnitude(g):
+    return (maximum(g, -g),)
+
+
 def same(g):
     return (g,)
+
+
+# what any rule may do besides; a capital letter is the new value
+
+
+def averaged(e, P, keep, rate):
+    return (mixed(e, P, keep, rate),)
+
+
+def sizes(p, P):
+    d = P - p
+    return P * P, d * d
+
+
+def odd(g):
+    """1 where it is infinite or no number."""
+    return (where(g - g == 0, g - g, 1.0),)
+
+
+def cleared(g):
+    # it never is
+    return (where(g < g, g, 0.0),)
 
 
 # what rules have in common
@@ -114,9 +140,13 @@ def decayed(p, g, weight_decay):
 
 
 def moments(g, m, v, beta1, rate1, beta2, rate2):
-    d = g - m
-    # m + rate * d forgets g where m is much larger: start from the nearer end
-    return where(rate1 < beta1, fma(rate1, d, m), fma(-beta1, d, g)), squares(g, v, beta2, rate2)
+    return mixed(m, g, beta1, rate1), squares(g, v, beta2, rate2)
+
+
+def mixed(old, new, keep, rate):
+    d = new - old
+    # old + rate * d forgets the new where the old is much larger: start from the nearer end
+    return where(rate < keep, fma(rate, d, old), fma(-keep, d, new))
 
 
 def averages(g, m, v, beta1, rate1, beta2, rate2):

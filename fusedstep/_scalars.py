@@ -76,8 +76,9 @@ def lamb(
     bias1 = 1 - bias_correction * power(beta1, step)
     bias2 = 1 - bias_correction * power(beta2, step)
     ratio = trust(sqrt(weights), sqrt(updates), lowest, highest, max_weight_norm)
+    ratio = where(always_adapt + weight_decay != 0, ratio, 1.0)
     return (
-        lr * where(always_adapt + weight_decay != 0, ratio, 1.0),
+        lr * ratio,
         weight_decay,
         1 / bias1,
         1 / sqrt(bias2),
@@ -86,6 +87,7 @@ def lamb(
         1 - grad_averaging * beta1,
         beta2,
         1 - beta2,
+        ratio,
     )
 
 
@@ -95,11 +97,27 @@ def trust(weight, update, lowest, highest, max_weight_norm):
     return where(weight * update > 0, smaller(larger(ratio, lowest), highest), 1.0)
 
 
-def clip(squares, limit, eps):
-    """The factor that brings gradients, whose squares have this sum, down to the norm `limit`; 0: no limit."""
-    factor = limit / (sqrt(squares) + eps)
+def clip(squares, scale, limit, eps):
+    """The factor for gradients that were scaled and have this sum of squares."""
+    return shrunk(sqrt(squares) / scale, limit, eps)
+
+
+def clip_largest(largest, scale, limit, eps):
+    """The same from their largest magnitude."""
+    return shrunk(largest / scale, limit, eps)
+
+
+def shrunk(norm, limit, eps):
+    """What brings a norm down to `limit`; 0: no limit."""
+    factor = limit / (norm + eps)
     # a norm that is no number poisons all gradients, as torch's clipping does
     return where(limit > 0, where(factor >= 1, 1.0, factor), 1.0)
+
+
+def average(step, decay):
+    """How much a moving average of parameters keeps, and how much it takes: at first all."""
+    keep = where(step == 1, 0.0, decay)
+    return keep, 1 - keep
 
 
 def unused(step):

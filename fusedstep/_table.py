@@ -3,7 +3,8 @@
     Table     what one engine steps on one device
     Bucket    the rows of a table that share a rule and dtypes: what one launch updates
 
-A step is a few passes. Pass 0 measures gradients, only if they are to be clipped; the others are the rule's.
+A step is a few passes. Pass 0 measures gradients, only if the update depends on that: if they are to be
+clipped, or the step is to be skipped where one is no number. The others are the rule's.
 Before each of those, scalars are prepared from the step count, the hyper-parameters and what earlier passes
 summed over every tensor. Groups do not split buckets: a hyper-parameter is a column of a table with one row
 per group.
@@ -11,7 +12,7 @@ per group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from torch.optim.optimizer import _get_scalar_dtype
 from . import _scan
 from ._entry import Entry, Settings
 from ._layout import numel
-from .engines import FULL, GROUP, LIMIT, LIVE, NUMEL, POINTERS, SEGMENT, compute_dtype
+from ._passes import NORMS, Besides
+from .engines import FULL, GROUP, LIMIT, LIVE, NUMEL, OWN, POINTERS, SEGMENT, SKIPPED, compute_dtype
 
 
 class Amp(NamedTuple):
@@ -84,12 +86,14 @@ class Bucket:
             self.write_addresses(self._scan.addresses)
         return verdict != _scan.UNSURE or self.survey()
 
-    def count_writes(self) -> None:
-        """Tell autograd that the parameters were written."""
+    def count_writes(self, clears: bool) -> None:
+        """Tell autograd that the parameters were written, and gradients if they were cleared."""
         if self._scan is None:
             torch.autograd.graph.increment_version(self.written)
         else:
             self._scan.count_writes()
+        if clears:
+            torch.autograd.graph.increment_version([p.grad for p in self.written if p.grad is not None])
 
     def write_addresses(self, addresses: np.ndarray) -> None:
         # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
@@ -110,8 +114,8 @@ class Table:
     def __init__(self, engine: ModuleType, entries: list[Entry], hyper: np.ndarray, settings: Settings) -> None:
         self.engine, self.device, self.counts = engine, entries[0].param.device, settings.counts
         # all rules of an optimizer share their scalars and the number of their passes and sums
-        self.rule = entries[0].rule
-        self.clips = clips(hyper)
+        self.rule, self.besides = entries[0].rule, settings.besides
+        self.clip = NORMS[self.besides.norm_type].clip if clips(hyper) else None
         by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
         self.entries = [entries[i] for i in by_bucket]
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
@@ -121,13 +125,17 @@ class Table:
         self.host_rows[:, SEGMENT] = self.segments
         # mps has no float64
         exact = torch.float32 if self.device.type == "mps" else settings.exact
-        scalars = max(p.scalar_count for entry in entries for p in entry.rule.passes)
+        scalars = OWN + max(p.scalar_count for entry in entries for p in entry.rule.passes)
+        scalars += len(self.rule.reports)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
-        self.scalars = torch.zeros(len(entries), 1 + scalars, dtype=exact, device=self.device)
+        self._captured_rows = torch.empty_like(self.rows, device="cpu", pin_memory=self.device.type == "cuda")
+        self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
         # of every pass in turn, one row per sum
-        self.sums = torch.zeros(1 + self.rule.sums, len(entries), dtype=exact, device=self.device)
-        # the squares of all gradients that may be clipped together, and who goes with whom
-        self.everyone = self.sums[0], torch.from_numpy(self.segments).to(self.device)
+        self.sums = torch.zeros(self.rule.sums, len(entries), dtype=exact, device=self.device)
+        # what was measured of all gradients that may be clipped together, and who goes with whom
+        self.everyone = self.sums[self.rule.rows(0)], torch.from_numpy(self.segments).to(self.device)
+        # numbers that a GradScaler can be given
+        self.status = torch.zeros(SKIPPED + 1, dtype=torch.float32, device=self.device)
         self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
         self.steps = self._adopt_steps()
         # the engine's own: how it prepares scalars, and makes a pass
@@ -141,12 +149,7 @@ class Table:
 
     @property
     def used_passes(self) -> range:
-        return range(0 if self.clips else 1, 1 + len(self.rule.passes))
-
-    def columns(self, k: int) -> slice:
-        """Which of the table's sums are of pass `k`."""
-        first = sum(p.sums for p in self.rule.all_passes[:k])
-        return slice(first, first + self.rule.all_passes[k].sums)
+        return range(0 if self.besides.measures else 1, 1 + len(self.rule.passes))
 
     def _adopt_steps(self) -> Tensor:
         """One vector of step counts, of which each entry gets a view."""
@@ -167,7 +170,7 @@ class Table:
         """Bring to the device what a step needs."""
         # on the host they are the same memory
         if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
-            upload(self.host_rows, self.rows)
+            upload(self.host_rows, self.rows, self._captured_rows)
             for bucket in self.buckets:
                 bucket.rows_changed = False
         for bucket in self.buckets:
@@ -176,14 +179,15 @@ class Table:
 
     def update(self, amp: Amp) -> None:
         """Update everything live, in place."""
+        skips = self.besides.guards or amp.found_inf is not None
         for k in range(1, 1 + len(self.rule.passes)):
             self.engine.prepare(self, amp, first=k == 1)
-            self.engine.sweep(self, k, amp)
+            self.engine.sweep(self, k, skips)
         for bucket in self.buckets:
             for entry in bucket.staged:
-                entry.copy_out()
+                entry.copy_out(self.besides.clears)
             if self.engine.BY_ADDRESS:
-                bucket.count_writes()
+                bucket.count_writes(self.besides.clears)
 
 
 # which gradients are clipped together, by their entries
@@ -206,7 +210,8 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
     for table in tables:
         if len(tables) > 1:
             segments = torch.from_numpy(np.concatenate([other.segments for other in tables]))
-            table.everyone = table.sums.new_zeros(len(segments)), segments.to(table.device)
+            measured = len(table.rule.measure.summed)
+            table.everyone = table.sums.new_zeros(measured, len(segments)), segments.to(table.device)
         table.engine.compile(table)
     return tables
 
@@ -216,13 +221,19 @@ def step(tables: list[Table], amp: Amp) -> None:
     amps = [amp.to(table.device) for table in tables]
     for table in tables:
         table.begin()
-    if any(table.clips for table in tables):
-        for table, amp in zip(tables, amps, strict=True):
-            table.engine.sweep(table, 0, amp)
+    if tables and tables[0].besides.measures:
+        for table in tables:
+            table.engine.sweep(table, 0, skips=False)
         if len(tables) > 1:
             _exchange(tables)
-    for table, amp in zip(tables, amps, strict=True):
-        table.update(amp)
+    for table, there in zip(tables, amps, strict=True):
+        table.update(there)
+
+
+def total_norm(besides: Besides, measured: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients, from what was measured of each."""
+    everything = torch.cat([m.to(measured[0].device) for m in measured])
+    return everything.sum().sqrt() if besides.norm_type == 2 else everything.amax()
 
 
 def _exchange(tables: list[Table]) -> None:
@@ -230,13 +241,21 @@ def _exchange(tables: list[Table]) -> None:
     for table in tables:
         # what comes to the host must have arrived before it is read there
         waits = table.device.type == "cpu"
-        parts = [other.sums[0].to(table.device, non_blocking=not waits) for other in tables]
-        torch.cat(parts, out=table.everyone[0])
+        parts = [other.sums[other.rule.rows(0)].to(table.device, non_blocking=not waits) for other in tables]
+        torch.cat(parts, 1, out=table.everyone[0])
 
 
-def upload(host: np.ndarray, device: Tensor) -> None:
+def upload(host: np.ndarray, device: Tensor, captured: Tensor | None = None) -> None:
+    """Copy to the device; `captured` is where a graph that is being captured will find it at every replay."""
     source = torch.from_numpy(host).to(device.dtype)
-    if device.is_cuda:
+    if device.is_cuda and captured is not None and is_capturing():
+        source = captured.copy_(source)
+    elif device.is_cuda:
         # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
         source = source.pin_memory()
     device.copy_(source, non_blocking=True)
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _rules, _scalars, _scan
 from ._entry import Entry, Known, Settings, make_entry, real
-from ._passes import Pass, Rule
-from ._table import Amp, Table, make_tables, upload
+from ._passes import NORMS, Besides, Pass, Rule, complete
+from ._table import Amp, Table, make_tables, total_norm, upload
 from ._table import step as step_tables
 from .engines import NAMES as NAMES_OF_ENGINES
 from .optimizers import ADAM, AMSGRAD
@@ -134,7 +134,7 @@ def _adamw(
     rule, lists = (AMSGRAD, lists) if amsgrad else (ADAM, lists[:4])
     # float32, as the operator on Ascend computes its scalars
     settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
-    hyper = [-1.0 if maximize else 1.0, 0.0, 0.0, *values, 1.0]
+    hyper = [-1.0 if maximize else 1.0, 0.0, 0.0, 0.0, *values, 1.0]
     ends = [t.data_ptr() if isinstance(t, Tensor) else None for t in (*lists[0][:1], *lists[0][-1:])]
     key = (amsgrad, engine, len(lists[0]), *ends)
 
@@ -162,7 +162,7 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or an iterable of them; those without a gradient are left out
         max_norm: :math:`c`; 0 leaves nothing of the gradients, unlike an optimizer's `max_grad_norm=0`
-        norm_type: 2, or any other with a pass of its own
+        norm_type: 2 or inf; any other takes a pass more
         error_if_nonfinite: raise if the norm is no finite number, which waits for the device
 
     Returns the norm before clipping, a tensor of no dimensions.
@@ -185,14 +185,15 @@ def clip_grad_norm_(
     if not grads:
         return _on_host(0.0)
     dtype = functools.reduce(torch.promote_types, map(real, grads), torch.float32)
-    ours = norm_type == 2 and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
+    ours = norm_type in NORMS and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
     if ours and all(g.layout == torch.strided for g in grads):
-        hyper, settings = [1.0, float(max_norm), 1e-6], Settings("functional.clip_grad_norm_", counts=False)
-        key = ("clip", len(grads), grads[0].shape)
+        besides = Besides(float(norm_type), measures=True)
+        settings = Settings("functional.clip_grad_norm_", counts=False, besides=besides)
+        hyper, key = [1.0, float(max_norm), 1e-6, 0.0], ("clip", norm_type, len(grads), grads[0].shape)
         with torch.no_grad():
-            tables = _call(key, (grads, grads), _CLIP, settings, hyper, _on_host(1.0), lambda: None)
-            squares = [table.sums[0].sum().to(grads[0].device, non_blocking=True) for table in tables]
-            return torch.stack(squares).sum().sqrt().to(dtype)
+            rule = complete(_CLIP, besides, averages=False)
+            tables = _call(key, (grads, grads), rule, settings, hyper, _on_host(1.0), lambda: None)
+            return total_norm(besides, [table.sums[0] for table in tables]).to(grads[0].device, dtype)
     wide = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, dtype)) for g in grads]
     total = torch.linalg.vector_norm(torch.stack([n.to(grads[0].device, dtype) for n in wide]), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):

@@ -3,8 +3,14 @@
 Arguments that every class takes beyond its own:
 
     maximize       ascend instead of descend
-    max_grad_norm  scale gradients down to this L2 norm, taken over all parameters, as they are read: `p.grad`
+    max_grad_norm  scale gradients down to this norm, taken over all parameters, as they are read: `p.grad`
                    itself stays as it is. None, 0 or less: no limit. A group's own limit holds for that group
+    norm_type      which norm that is: 2, or inf for the largest element
+    skip_nonfinite skip a step, on the device, if a gradient holds NaN or inf; `step_was_skipped` and
+                   `skipped_steps` tell
+    ema_decay      keep a moving average of the parameters, state `ema`, in float32 at least, as
+                   `torch.optim.swa_utils.get_ema_multi_avg_fn` does; `ema_parameters()` shows it
+    statistics     sum up what `statistics()` then tells: norms of gradients, parameters, updates, and more
     state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters; None: the
                    parameter's. It holds through save and load, whatever the checkpoint was saved with
     engine         "torch", "cpu" or "triton" to insist on one; None: the best one for each parameter
@@ -40,9 +46,10 @@ AMSGRAD = Rule(_scalars.adam, (Pass(_rules.amsgrad, "pgmvw", "pmvw"),), {**_MOME
 _BERT_ADAM = Rule(_scalars.bert_adam, (Pass(_rules.bert_adam, "pgmv", "pmv"),), _MOMENTS)
 LAMB = Rule(
     _scalars.lamb,
-    (Pass(_rules.lamb_measure, "pgmv", "mv", sums=2), Pass(_rules.lamb, "pmv", "p")),
+    (Pass(_rules.lamb_measure, "pgmv", "mv", "++"), Pass(_rules.lamb, "pmv", "p")),
     _MOMENTS,
-    narrow=(Pass(_rules.lamb_measure_only, "pgmv", "", sums=2), Pass(_rules.bert_adam, "pgmv", "pmv")),
+    narrow=(Pass(_rules.lamb_measure_only, "pgmv", "", "++"), Pass(_rules.bert_adam, "pgmv", "pmv")),
+    reports=("trust_ratio",),
 )
 
 
@@ -61,7 +68,7 @@ class SGD(Optimizer):
         dampening: :math:`\tau`
         weight_decay: :math:`\lambda`, added to the gradient
         nesterov: look ahead; needs momentum and no dampening
-        maximize, max_grad_norm, state_dtype, engine, ...: see `fusedstep.optimizers`
+        maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -90,6 +97,10 @@ class SGD(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | Tensor | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+        ema_decay: float | Tensor | None = None,
+        statistics: bool = False,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
@@ -138,7 +149,7 @@ class Adam(_AdamFamily):
         weight_decay: :math:`\lambda`, added to the gradient
         amsgrad: divide by the largest `v` so far
         decoupled_weight_decay: decay the parameter instead, as AdamW does
-        maximize, max_grad_norm, state_dtype, engine, ...: see `fusedstep.optimizers`
+        maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -167,6 +178,10 @@ class Adam(_AdamFamily):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | Tensor | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+        ema_decay: float | Tensor | None = None,
+        statistics: bool = False,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
@@ -189,7 +204,7 @@ class AdamW(_AdamFamily):
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         amsgrad: divide by the largest `v` so far
-        maximize, max_grad_norm, state_dtype, engine, ...: see `fusedstep.optimizers`
+        maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -219,6 +234,10 @@ class AdamW(_AdamFamily):
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | Tensor | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+        ema_decay: float | Tensor | None = None,
+        statistics: bool = False,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
@@ -259,7 +278,7 @@ class BertAdam(Optimizer):
         max_grad_norm: :math:`c`; 0 or less: no limit
         clip_scope: the gradients a norm is taken over: "tensor", each its own, as NVIDIA's class does;
             "group", all of one group and dtype, as Ascend's does; "global", all of them
-        maximize, state_dtype, engine: see `fusedstep.optimizers`
+        maximize, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -294,6 +313,10 @@ class BertAdam(Optimizer):
         *,
         clip_scope: str = "tensor",
         maximize: bool = False,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+        ema_decay: float | Tensor | None = None,
+        statistics: bool = False,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
@@ -331,7 +354,7 @@ class Lamb(Optimizer):
         trust_bounds: the smallest and the largest trust ratio
         max_weight_norm: what :math:`\lVert p \rVert` counts as at most
         always_adapt: scale the update of every tensor; if False, where `weight_decay` is 0 the ratio is 1
-        maximize, state_dtype, engine: see `fusedstep.optimizers`
+        maximize, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -372,6 +395,10 @@ class Lamb(Optimizer):
         max_weight_norm: float = float("inf"),
         always_adapt: bool = False,
         maximize: bool = False,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+        ema_decay: float | Tensor | None = None,
+        statistics: bool = False,
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:

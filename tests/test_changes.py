@@ -446,7 +446,7 @@ def test_autograd_notices_that_a_parameter_was_written(compiled, monkeypatch):
     p.grad = torch.randn(5)
     optimizer = fusedstep.AdamW([p])
     loss = p.square().sum()
-    for i in range(3):
+    for _ in range(3):
         before = p._version, view._version, apart._version
         optimizer.step()
         assert (p._version, view._version, apart._version) == (before[0] + 1, before[1] + 1, before[2])

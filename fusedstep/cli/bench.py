@@ -24,6 +24,7 @@ from rich.table import Table
 import fusedstep
 from fusedstep import functional
 
+from .._passes import Besides, complete
 from . import timing
 from .shapes import MODELS
 
@@ -215,9 +216,10 @@ def _bytes(work: Work) -> int:
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
     optimizer = getattr(fusedstep, name)([torch.zeros(1)], **work.options)
     group = optimizer.param_groups[0]
-    rule = optimizer.rule(group).for_dtypes((of_param, of_param, of_state))
-    letters = "g" if group.get("max_grad_norm") else ""
-    letters += "".join(a_pass.reads + a_pass.writes for a_pass in rule.passes)
+    rule, averages = optimizer.kind(group)
+    rule = complete(rule, Besides(), averages).for_dtypes((of_param, of_param, of_state))
+    letters = "g" if group.get("max_grad_norm") or optimizer.skip_nonfinite else ""
+    letters += "".join(a_pass.loads + a_pass.writes for a_pass in rule.passes) + "e" * averages
     per_element = sum((of_param if letter in "pg" else of_state).itemsize for letter in letters)
     return per_element * sum(math.prod(shape) for shape in MODELS[work.model])
 

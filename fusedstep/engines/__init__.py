@@ -5,8 +5,10 @@ BY_ADDRESS             whether it works on addresses (dense, plain tensors) or o
 CHUNK                  if so, how many elements one unit of its work covers
 compile(table)         make ready to launch; may raise, nothing has been written yet
 prepare(table, amp, first)
-                       the scalars of every live row, from what was summed so far; the first one counts the step
-sweep(table, k, amp)   pass `k` over every live row, in place, its sums into the table; 0 measures gradients
+                       the scalars of every live row, from what was summed so far; the first one decides whether
+                       the step is taken, and counts it
+sweep(table, k, skips) pass `k` over every live row, in place, its sums into the table; 0 measures gradients.
+                       With `skips`, only if the step is taken
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ NAMES = ("torch", "cpu", "triton")
 # columns of a table's rows; the addresses of parameter, gradient and states follow
 LIVE, GROUP, SEGMENT, NUMEL, FULL, POINTERS = range(6)
 # columns of the hyper-parameters; what the rule's scalars are prepared from follows
-SIGN, LIMIT, LIMIT_EPS, OPTIONS = range(4)
+SIGN, LIMIT, LIMIT_EPS, AVERAGE, OPTIONS = range(5)
+# columns of the scalars: what a gradient is multiplied with, what an average keeps and takes, then the rule's
+GRADIENT, KEEP, RATE, OWN = range(4)
+# of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped
+SKIP, SCALE, SKIPPED = range(3)
 
 _DEFAULT = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
 

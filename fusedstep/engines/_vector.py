@@ -220,10 +220,12 @@ def _in_range(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 _SHORT = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "i16"}
 
 
-Stored = list[tuple[int, torch.dtype]]
+# roles with how they are stored; and where in what is given out
+Loaded = list[tuple[int, torch.dtype]]
+Stored = list[tuple[int, torch.dtype, int]]
 
 
-def loader(roles: Stored, compute: Vector, masked: bool) -> Any:
+def loader(roles: Loaded, compute: Vector, masked: bool) -> Any:
     """load(addresses, i, count): elements i, i+1, ... of these roles; only `count` of them if masked."""
 
     @intrinsic
@@ -250,13 +252,13 @@ def loader(roles: Stored, compute: Vector, masked: bool) -> Any:
 
 
 def storer(roles: Stored, masked: bool) -> Any:
-    """store(addresses, i, count, values): the reverse for as many values, rounded to how they are stored."""
+    """store(addresses, i, count, values): the reverse for these values, rounded to how they are stored."""
 
     @intrinsic
     def store(typing_context, addresses, i, count, values):
         def codegen(context, builder, signature, args):
-            for k, (role, stored) in enumerate(roles):
-                value = _narrowed(builder, builder.extract_value(args[3], k), stored)
+            for role, stored, at in roles:
+                value = _narrowed(builder, builder.extract_value(args[3], at), stored)
                 place = _place(builder, args[0], args[1], role, stored)
                 if masked:
                     name = f"llvm.masked.store.v{LANES}{_SHORT[stored]}.p0"
@@ -271,7 +273,9 @@ def storer(roles: Stored, masked: bool) -> Any:
     return store
 
 
-# sums, in float64
+# sums, in float64; "^" takes the largest instead
+
+Summed = tuple[tuple[str, int], ...]
 
 
 def _sums(count: int) -> nb.Type:
@@ -292,38 +296,45 @@ def zeros(count: int) -> Any:
     return zeros
 
 
-def adder(first: int, count: int, masked: bool) -> Any:
-    """add(sums, values, lanes): sums with the values from `first` on added; only of so many lanes if masked."""
+def adder(summed: Summed, masked: bool) -> Any:
+    """add(sums, values, lanes): sums with the values at these places added; only of so many lanes if masked."""
 
     @intrinsic
     def add(typing_context, sums, values, lanes):
         def codegen(context, builder, signature, args):
             added = []
-            for k in range(count):
-                value = builder.extract_value(args[1], first + k)
+            for k, (kind, at) in enumerate(summed):
+                value = builder.extract_value(args[1], at)
                 if masked:  # what lies beyond may be no number
                     nothing = ir.Constant(value.type, None)
                     value = builder.select(_in_range(builder, args[2]), value, nothing)
                 value = value if value.type == _wide(_F64) else builder.fpext(value, _wide(_F64))
-                added.append(builder.fadd(builder.extract_value(args[0], k), value))
+                total = builder.extract_value(args[0], k)
+                added.append(_larger(builder, total, value) if kind == "^" else builder.fadd(total, value))
             return context.make_tuple(builder, signature.return_type, added)
 
-        return _sums(count)(sums, values, lanes), codegen
+        return _sums(len(summed))(sums, values, lanes), codegen
 
     return add
 
 
-def putter(count: int) -> Any:
+def putter(summed: Summed) -> Any:
     """put(address, i, sums): the sums as row `i` of the float64 matrix there."""
 
     @intrinsic
     def put(typing_context, address, i, sums):
         def codegen(context, builder, signature, args):
             matrix = builder.inttoptr(args[0], _F64.as_pointer())
-            for k in range(count):
-                name, parts = f"llvm.vector.reduce.fadd.v{LANES}f64", builder.extract_value(args[2], k)
-                total = _call(builder, name, _F64, [_F64(0.0), parts])
-                at = builder.add(builder.mul(args[1], args[1].type(count)), args[1].type(k))
+            for k, (kind, _) in enumerate(summed):
+                parts = builder.extract_value(args[2], k)
+                if kind == "^":
+                    total = builder.extract_element(parts, _I32(0))
+                    for lane in range(1, LANES):
+                        total = _larger(builder, total, builder.extract_element(parts, _I32(lane)))
+                else:
+                    name = f"llvm.vector.reduce.fadd.v{LANES}f64"
+                    total = _call(builder, name, _F64, [_F64(0.0), parts])
+                at = builder.add(builder.mul(args[1], args[1].type(len(summed))), args[1].type(k))
                 builder.store(total, builder.gep(matrix, [at]))
             return context.get_dummy_value()
 

@@ -33,15 +33,23 @@ from .. import _scalars
 from .._cache import kept_on_disk
 from .._rules import bind
 from . import (
+    AVERAGE,
+    GRADIENT,
     GROUP,
+    KEEP,
     LIMIT,
     LIMIT_EPS,
     LIVE,
     NUMEL,
     OPTIONS,
+    OWN,
     POINTERS,
+    RATE,
+    SCALE,
     SEGMENT,
     SIGN,
+    SKIP,
+    SKIPPED,
     _vector,
     chunk_starts,
     chunks,
@@ -93,9 +101,10 @@ def _take(typing_context, counter):
 
 # the three kernels; these names are bound anew for each rule and signature by `_bound`
 scalars_of: Any = None
+average: Any = None
 clip: Any = None
-update: Any = None
-scaled: Any = None
+joined: Any = None
+results: Any = None
 fill: Any = None
 load: Any = None
 store: Any = None
@@ -109,27 +118,37 @@ EXACT: Any = None
 INPUTS, ROLES, SCALARS = 0, 0, 0
 
 
-def _prepare(rows, steps, hyper, sums, everyone, scalars, scale, counts, clips):
-    """Prepare the scalars of every live row, and count its step."""
-    norms, segments = everyone
+def _prepare(
+    rows, steps, hyper, sums, inputs, everyone, scalars, status, scale, found_inf, counts, first, clips, guards
+):
+    """Decide whether the step is taken, count it, and prepare the scalars of every live row."""
+    measured, segments = everyone
+    if first:
+        skip = found_inf or (guards and measured[1].sum() != 0)
+        status[SKIP], status[SCALE] = skip, scale
+        status[SKIPPED] += skip
     totals = np.zeros(segments.max() + 1 if clips else 0)
     if clips:
         for t in range(len(segments)):
-            totals[segments[t]] += norms[t]
-    options, inputs = hyper.shape[1] - OPTIONS, np.empty(INPUTS)
+            totals[segments[t]] = joined(totals[segments[t]], np.float64(measured[0, t]))
+    options, known = hyper.shape[1] - OPTIONS, np.empty(INPUTS)
     for t in range(rows.shape[0]):
-        if rows[t, LIVE] != 0:
+        if rows[t, LIVE] != 0 and status[SKIP] == 0:
             steps[t] += counts
             h = hyper[rows[t, GROUP]]
-            scalars[t, 0] = h[SIGN] / scale
-            if clips:
-                squares = totals[rows[t, SEGMENT]] / scale / scale
-                scalars[t, 0] *= clip(squares, np.float64(h[LIMIT]), np.float64(h[LIMIT_EPS]))
-            inputs[:options] = h[OPTIONS:]
-            inputs[options:] = sums[1:, t]
-            values = scalars_of(np.float64(steps[t]), *to_fixed_tuple(inputs, INPUTS))
-            for k in range(scalars.shape[1] - 1):
-                scalars[t, k + 1] = values[k]
+            if first:
+                scalars[t, GRADIENT] = h[SIGN] / scale
+                if clips:
+                    limit, eps = np.float64(h[LIMIT]), np.float64(h[LIMIT_EPS])
+                    scalars[t, GRADIENT] *= clip(totals[rows[t, SEGMENT]], scale, limit, eps)
+                keep, rate = average(np.float64(steps[t]), np.float64(h[AVERAGE]))
+                scalars[t, KEEP], scalars[t, RATE] = keep, rate
+            known[:options] = h[OPTIONS:]
+            for k in range(len(inputs)):
+                known[options + k] = sums[inputs[k], t]
+            values = scalars_of(np.float64(steps[t]), *to_fixed_tuple(known, INPUTS))
+            for k in range(scalars.shape[1] - OWN):
+                scalars[t, OWN + k] = values[k]
 
 
 # a job: the next range to take, how many there are, then address and shape of its tables
@@ -155,21 +174,26 @@ def _sweep(job):
             full = begin + (end - begin) // LANES * LANES
             sums = zeros()
             for i in range(begin, full, LANES):
-                x = update(*(scaled(load(roles, i, LANES), s[0]) + s[1:]))
+                x = results(load(roles, i, LANES), s)
                 store(roles, i, LANES, x)
                 sums = add(sums, x, LANES)
             if full < end:
-                x = update(*(scaled(load_tail(roles, full, end - full), s[0]) + s[1:]))
+                x = results(load_tail(roles, full, end - full), s)
                 store_tail(roles, full, end - full, x)
                 sums = add_tail(sums, x, end - full)
             put(j[_PARTIALS], c, sums)
 
 
-def _reduce(partials, firsts, sums):
+def _reduce(partials, firsts, largest, sums):
     """The sums of every tensor from those of its chunks."""
     for k in range(sums.shape[0]):
         for t in range(sums.shape[1]):
-            sums[k, t] = partials[firsts[t] : firsts[t + 1], k].sum()
+            if largest[k]:
+                sums[k, t] = 0
+                for c in range(firsts[t], firsts[t + 1]):
+                    sums[k, t] = _larger(sums[k, t], partials[c, k])
+            else:
+                sums[k, t] = partials[firsts[t] : firsts[t + 1], k].sum()
 
 
 def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
@@ -180,58 +204,95 @@ def _bound(kernel: Callable, names: dict[str, Any], key: str) -> Callable:
 
 
 @functools.cache
-def _prepare_kernel(rule: Callable, inputs: int, steps: np.dtype, exact: np.dtype) -> Callable:
+def _prepare_kernel(
+    rule: Callable, clip: Callable, largest: bool, inputs: int, steps: np.dtype, exact: np.dtype
+) -> Callable:
     words = _NUMBERS if exact == np.float64 else _SINGLE
-    scalars_of, clip = bind(rule, words, _inline), bind(_scalars.clip, words, _inline)
-    names = {"scalars_of": scalars_of, "clip": clip, "INPUTS": inputs}
-    bound = _bound(_prepare, names, f"{rule.__name__}_{exact}")
+    names = {name: bind(f, words, _inline) for name, f in (("scalars_of", rule), ("clip", clip))}
+    names |= {"average": bind(_scalars.average, words, _inline), "joined": _larger if largest else _sum}
+    bound = _bound(_prepare, {**names, "INPUTS": inputs}, f"{rule.__name__}_{clip.__name__}_{exact}")
     number = numba.from_dtype(exact)
     table, integers = number[:, ::1], nb.int64[:, ::1]
-    everyone = nb.Tuple((number[::1], nb.int64[::1]))
-    counts, switch = numba.from_dtype(steps)[::1], nb.boolean
-    signature = nb.void(integers, counts, table, table, everyone, table, nb.float64, switch, switch)
+    everyone = nb.Tuple((table, nb.int64[::1]))
+    counts, switches = numba.from_dtype(steps)[::1], [nb.boolean] * 5
+    signature = nb.void(
+        integers, counts, table, table, nb.int64[::1], everyone, table, nb.float32[::1], nb.float64, *switches
+    )
     return kept_on_disk(bound, lambda f, cache: _njit(signature, cache=cache)(f))
+
+
+_sum = _inline(lambda a, b: a + b)
+# no number if either is none
+_larger = _inline(lambda a, b: a if a > b or a != a else b)
 
 
 @functools.cache
 def _sweep_kernel(a_pass: Any, roles: str, dtypes: tuple[torch.dtype, ...], exact: np.dtype) -> Any:
     compute = _vector.FLOATS[compute_dtype(dtypes)]
-    reads = [(roles.index(letter), dtypes[roles.index(letter)]) for letter in a_pass.reads]
-    writes = [(roles.index(letter), dtypes[roles.index(letter)]) for letter in a_pass.writes]
+    reads = [(roles.index(letter), dtypes[roles.index(letter)]) for letter in a_pass.loads]
+    writes = [(roles.index(letter), dtypes[roles.index(letter)], i) for letter, i in a_pass.stores]
     names = {
-        "update": bind(a_pass.update, _VECTORS, _inline),
-        "scaled": _scaled(a_pass),
+        "results": _results(a_pass),
         "fill": _vector.filler(compute),
         "load": _vector.loader(reads, compute, masked=False),
         "load_tail": _vector.loader(reads, compute, masked=True),
         "store": _vector.storer(writes, masked=False),
         "store_tail": _vector.storer(writes, masked=True),
-        "zeros": _vector.zeros(a_pass.sums),
-        "add": _vector.adder(len(writes), a_pass.sums, masked=False),
-        "add_tail": _vector.adder(len(writes), a_pass.sums, masked=True),
-        "put": _vector.putter(a_pass.sums),
+        "zeros": _vector.zeros(len(a_pass.summed)),
+        "add": _vector.adder(a_pass.summed, masked=False),
+        "add_tail": _vector.adder(a_pass.summed, masked=True),
+        "put": _vector.putter(a_pass.summed),
         "ROLES": len(dtypes),
-        "SCALARS": 1 + a_pass.scalar_count,
+        "SCALARS": OWN + a_pass.scalar_count,
         "EXACT": exact.type,
     }
     stored = "_".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    bound = _bound(_sweep, names, f"{a_pass.update.__name__}_{stored}_{exact}")
+    called = "_".join(call.update.__name__ for call in a_pass.calls)
+    bound = _bound(_sweep, names, f"{called}_{stored}_{exact}")
     signature = nb.void(nb.CPointer(nb.int64))
     return kept_on_disk(bound, lambda f, cache: numba.cfunc(signature, cache=cache, error_model="numpy")(f))
 
 
-def _scaled(a_pass: Any) -> Callable:
-    """What makes of the values read those the rule sees: the gradient is scaled."""
-    if a_pass.raw or "g" not in a_pass.reads:
-        return _inline(lambda x, scale: x)
-    at, after = a_pass.reads.index("g"), a_pass.reads.index("g") + 1
-    return _inline(lambda x, scale: x[:at] + (x[at] * scale,) + x[after:])
+def _results(a_pass: Any) -> Callable:
+    """results(loaded, scalars): what the update of a pass gives out, then its extras."""
+    results = _inline(lambda x, s: ())
+    for call in a_pass.calls:
+        results = _with_call(results, bind(call.update, _VECTORS, _inline), call.takes, call.scalars)
+    if a_pass.raw or "g" not in a_pass.loads:
+        return results
+    given: Any = results
+    at, after = a_pass.loads.index("g"), a_pass.loads.index("g") + 1
+    return _inline(lambda x, s: given(x[:at] + (x[at] * s[GRADIENT],) + x[after:], s))
+
+
+def _with_call(
+    results: Callable, update: Callable, takes: tuple[int, ...], scalars: tuple[int, ...]
+) -> Callable:
+    taken, numbers = _picker(takes), _picker(scalars)
+
+    def with_call(x, s):
+        given = results(x, s)
+        return given + update(*(taken(x + given) + numbers(s)))
+
+    return _inline(with_call)
+
+
+def _picker(places: tuple[int, ...]) -> Callable:
+    """pick(values): those at these places."""
+    pick = _inline(lambda values: ())
+    for place in places:
+        pick = _with_value(pick, place)
+    return pick
+
+
+def _with_value(pick: Callable, place: int) -> Callable:
+    return _inline(lambda values: pick(values) + (values[place],))
 
 
 @functools.cache
 def _reduce_kernel(exact: np.dtype) -> Callable:
     number = numba.from_dtype(exact)
-    signature = nb.void(nb.float64[:, ::1], nb.int64[::1], number[:, ::1])
+    signature = nb.void(nb.float64[:, ::1], nb.int64[::1], nb.boolean[::1], number[:, ::1])
     bound = _bound(_reduce, {}, str(exact))
     return kept_on_disk(bound, lambda f, cache: _njit(signature, cache=cache)(f))
 
@@ -243,7 +304,8 @@ class _Sweep:
         rows, scalars = table.host_rows, table.scalars.numpy()
         numels = np.concatenate([bucket.numels for bucket in table.buckets])
         self._firsts = chunk_starts(numels, CHUNK)
-        self._sums = table.sums.numpy()[table.columns(k)]
+        self._sums = table.sums.numpy()[table.rule.rows(k)]
+        self._largest = np.array([kind == "^" for kind, _ in table.rule.all_passes[k].summed], bool)
         self._partials = np.zeros((self._firsts[-1], len(self._sums)))
         self._reduce = _reduce_kernel(scalars.dtype)
         self._jobs, self._tables, first = [], [], 0
@@ -265,16 +327,17 @@ class _Sweep:
             job[_NEXT] = 0
             _run(kernel, job, min(torch.get_num_threads(), int(job[_RANGES])))
         if len(self._sums):
-            self._reduce(self._partials, self._firsts, self._sums)
+            self._reduce(self._partials, self._firsts, self._largest, self._sums)
 
 
 def compile(table) -> None:
-    steps, scalars = table.steps.numpy(), table.scalars.numpy()
-    inputs = table.hyper.shape[1] - OPTIONS + table.rule.sums
-    kernel = _prepare_kernel(table.rule.scalars, inputs, steps.dtype, scalars.dtype)
+    steps, scalars, rule = table.steps.numpy(), table.scalars.numpy(), table.rule
+    inputs = table.hyper.shape[1] - OPTIONS + len(rule.inputs)
+    clip = table.clip or _scalars.clip
+    kernel = _prepare_kernel(rule.scalars, clip, rule.measure.sums == "^", inputs, steps.dtype, scalars.dtype)
     everyone = tuple(t.numpy() for t in table.everyone)
-    tables = table.host_rows, steps, table.hyper.numpy(), table.sums.numpy(), everyone, scalars
-    table.prepare = functools.partial(kernel, *tables)
+    tables = table.host_rows, steps, table.hyper.numpy(), table.sums.numpy(), np.array(rule.inputs, np.int64)
+    table.prepare = functools.partial(kernel, *tables, everyone, scalars, table.status.numpy())
     table.sweeps = {k: _Sweep(table, k) for k in table.used_passes}
 
 
@@ -287,20 +350,21 @@ def _ranges(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack((tensors, starts), 1).astype(np.int64), np.array([0, *ends], np.int64)
 
 
-def _skipped(amp) -> bool:
-    # lives on the host already: reading it waits for nothing
-    return amp.found_inf is not None and bool(amp.found_inf)
+# what tells whether a step is taken lives on the host: reading it waits for nothing
 
 
 def prepare(table, amp, first: bool) -> None:
-    if not _skipped(amp):
-        scale = 1.0 if amp.scale is None else float(amp.scale)
-        table.prepare(scale, first and table.counts, table.clips)
+    scale = 1.0 if amp.scale is None else float(amp.scale)
+    found_inf = amp.found_inf is not None and bool(amp.found_inf)
+    counts, clips = first and table.counts, table.clip is not None
+    table.prepare(scale, found_inf, counts, first, clips, table.besides.guards)
 
 
-def sweep(table, k: int, amp) -> None:
-    if not _skipped(amp):
+def sweep(table, k: int, skips: bool) -> None:
+    if not skips or table.status.numpy()[SKIP] == 0:
         table.sweeps[k]()
+    elif table.rule.all_passes[k].clears:
+        torch._foreach_zero_([entry.grad for entry in table.entries if entry.grad is not None])
 
 
 def _run(kernel: Any, job: np.ndarray, threads: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _scalars
 from .._rules import bind
-from . import GROUP, LIVE, compute_dtype
+from . import GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype
 
 BY_ADDRESS = False
 
@@ -45,60 +46,82 @@ def compile(table) -> None:
 
 @torch.no_grad()
 def prepare(table, amp, first: bool) -> None:
-    if first and table.counts:
-        live = table.rows[:, LIVE]
-        taken = live if amp.found_inf is None else live * (amp.found_inf == 0)
-        table.steps += taken.to(table.steps.dtype)
-    sign, limit, limit_eps, *options = table.hyper[table.rows[:, GROUP]].unbind(1)
-    gradient = sign if amp.scale is None else sign / amp.scale
-    if table.clips:
-        squares = _peers(table) if amp.scale is None else _peers(table) / amp.scale.square()
-        gradient = gradient * _bound(_scalars.clip)(squares, limit, limit_eps)
-    values = _bound(table.rule.scalars)(table.steps.to(sign.dtype), *options, *table.sums[1:])
-    values = [v if isinstance(v, Tensor) else torch.full_like(sign, v) for v in (gradient, *values)]
+    sign, limit, limit_eps, decay, *options = table.hyper[table.rows[:, GROUP]].unbind(1)
+    step = table.steps
+    if first:
+        skip = table.status.new_zeros(()) if amp.found_inf is None else amp.found_inf != 0
+        if table.besides.guards:
+            skip = skip + table.everyone[0][1].sum() != 0
+        table.status[SKIP] = skip
+        table.status[SCALE] = 1 if amp.scale is None else amp.scale
+        table.status[SKIPPED] += table.status[SKIP]
+        if table.counts:
+            step += (table.rows[:, LIVE] * (table.status[SKIP] == 0)).to(step.dtype)
+        scale = table.status[SCALE]
+        gradient = sign / scale
+        if table.clip is not None:
+            gradient = gradient * _bound(table.clip)(_peers(table), scale, limit, limit_eps)
+        made = (gradient, *_bound(_scalars.average)(step.to(sign.dtype), decay))
+    else:
+        made = table.scalars[:, :OWN].unbind(1)
+    sums = [table.sums[i] for i in table.rule.inputs]
+    values = _bound(table.rule.scalars)(step.to(sign.dtype), *options, *sums)
+    values = [v if isinstance(v, Tensor) else torch.full_like(sign, v) for v in (*made, *values)]
     table.scalars = torch.stack(values, 1)
 
 
 def _peers(table) -> Tensor:
-    """For every row, the sum of squares over all rows it is clipped with."""
-    norms, segments = table.everyone
-    totals = {s: torch.where(segments == s, norms, 0).sum() for s in {*table.segments.tolist()}}
+    """For every row, what was measured of all rows it is clipped with."""
+    (measured, *_), segments = table.everyone
+    fold = _FOLDS[table.rule.measure.sums]
+    totals = {s: fold(torch.where(segments == s, measured, 0)) for s in {*table.segments.tolist()}}
     return torch.stack([totals[s] for s in table.segments.tolist()])
 
 
+# how terms are summed
+_FOLDS: dict[str, Any] = {"+": torch.sum, "^": torch.amax}
+
+
 @torch.no_grad()
-def sweep(table, k: int, amp) -> None:
+def sweep(table, k: int, skips: bool) -> None:
     # numbers where the host has them: exactly what torch.optim computes with
     on_host = type(table.scalars) is Tensor and table.scalars.is_cpu
     rows = table.scalars.tolist() if on_host else table.scalars
-    table.sums[table.columns(k)] = 0
+    skip = table.status[SKIP] != 0 if skips else None
+    sums = table.sums[table.rule.rows(k)]
+    sums.zero_()
     for i, (entry, scalars) in enumerate(zip(table.entries, rows, strict=True)):
-        terms = () if entry.grad is None else _update(entry, entry.rule.all_passes[k], scalars, amp)
-        for sums, term in zip(table.sums[table.columns(k)], terms, strict=False):
-            total = term.to(sums.dtype).sum()
-            # of a sharded tensor, over all its shards
-            sums[i] = total.full_tensor() if hasattr(total, "full_tensor") else total
+        a_pass = entry.rule.all_passes[k]
+        results = () if entry.grad is None else _update(entry, a_pass, scalars, skip)
+        for row, (kind, at) in enumerate(a_pass.summed if results else ()):
+            term = results[at]
+            if term.numel():
+                total = _FOLDS[kind](term.to(sums.dtype))
+                # of a sharded tensor, over all its shards
+                sums[row, i] = total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
-def _update(entry, a_pass, scalars: list[float] | Tensor, amp) -> tuple:
-    """Update one parameter; returns the terms to be summed over it."""
+def _update(entry, a_pass, scalars: Any, skip: Tensor | None) -> tuple:
+    """Update one parameter; returns what the pass gives out."""
     dtype = compute_dtype(entry.dtypes)
-    scale, *rest = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
+    scalars = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
     stored = {"p": entry.param, "g": entry.grad}
     stored |= {letter: entry.state[name] for letter, name in entry.rule.states.items()}
-    values = [_real(stored[letter]).to(dtype) for letter in a_pass.reads]
-    if "g" in a_pass.reads and not a_pass.raw:
-        i = a_pass.reads.index("g")
-        values[i] = values[i] * scale
-    results = _bound(a_pass.update)(*values, *rest[: a_pass.scalar_count])
-    written = len(a_pass.writes)
-    for letter, new in zip(a_pass.writes, results[:written], strict=True):
-        target = _real(stored[letter])
-        target.copy_(new if amp.found_inf is None else torch.where(amp.found_inf == 0, new, target))
+    known = [_real(stored[letter]).to(dtype) for letter in a_pass.loads]
+    if "g" in a_pass.loads and not a_pass.raw:
+        i = a_pass.loads.index("g")
+        known[i] = known[i] * scalars[GRADIENT]
+    loaded = len(known)
+    for update, takes, columns in a_pass.calls:
+        known += _bound(update)(*(known[i] for i in takes), *(scalars[i] for i in columns))
+    for letter, at in a_pass.stores:
+        target, new = _real(stored[letter]), known[loaded + at]
+        # a gradient is cleared whether or not the step is taken
+        target.copy_(new if skip is None or letter == "g" else torch.where(skip, target, new))
         if stored[letter].is_conj() or stored[letter].is_neg():
             # written to a copy so far
             stored[letter].copy_(torch.view_as_complex(target) if stored[letter].is_complex() else target)
-    return results[written:]
+    return tuple(known[loaded:])
 
 
 def _real(t: Tensor) -> Tensor:

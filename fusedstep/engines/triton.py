@@ -23,7 +23,28 @@ import triton.language as tl
 
 from .. import _scalars
 from .._rules import bind
-from . import FULL, GROUP, LIMIT, LIMIT_EPS, LIVE, NUMEL, OPTIONS, POINTERS, SEGMENT, SIGN, chunks
+from . import (
+    AVERAGE,
+    FULL,
+    GRADIENT,
+    GROUP,
+    KEEP,
+    LIMIT,
+    LIMIT_EPS,
+    LIVE,
+    NUMEL,
+    OPTIONS,
+    OWN,
+    POINTERS,
+    RATE,
+    SCALE,
+    SEGMENT,
+    SIGN,
+    SKIP,
+    SKIPPED,
+    chunk_starts,
+    chunks,
+)
 
 BY_ADDRESS = True
 # read once: every look at a knob of Triton's is a look at the environment
@@ -45,7 +66,9 @@ _TYPES = {
 _LIVE, _GROUP, _SEGMENT, _NUMEL, _FULL, _POINTERS = map(
     tl.constexpr, (LIVE, GROUP, SEGMENT, NUMEL, FULL, POINTERS)
 )
-_SIGN, _LIMIT, _LIMIT_EPS, _OPTIONS = map(tl.constexpr, (SIGN, LIMIT, LIMIT_EPS, OPTIONS))
+_SIGN, _LIMIT, _LIMIT_EPS, _AVERAGE, _OPTIONS = map(tl.constexpr, (SIGN, LIMIT, LIMIT_EPS, AVERAGE, OPTIONS))
+_GRADIENT, _KEEP, _RATE, _OWN = map(tl.constexpr, (GRADIENT, KEEP, RATE, OWN))
+_SKIP, _SCALE, _SKIPPED = map(tl.constexpr, (SKIP, SCALE, SKIPPED))
 
 
 @triton.jit
@@ -102,26 +125,47 @@ _VOCABULARY = {
 _compiled = functools.cache(lambda rule: bind(rule, _VOCABULARY, triton.jit))
 
 
+# parts of nested constants, which Triton cannot take apart itself
+
+
+@triton.constexpr_function
+def _part(nested, *places):
+    for place in places:
+        nested = nested[place]
+    return nested
+
+
+@triton.constexpr_function
+def _length(nested, *places):
+    for place in places:
+        nested = nested[place]
+    return len(nested)
+
+
 @triton.jit(do_not_specialize_on_alignment=["scale", "found_inf"])
 def _prepare(
     rows,
     steps,
     hyper,
     sums,
-    norms,
+    measured,
     segments,
     scalars,
+    status,
     count,
     everyone,
     scale,
     found_inf,
     RULE: tl.constexpr,
+    AVERAGE: tl.constexpr,
     CLIP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GUARDS: tl.constexpr,
     COUNTS: tl.constexpr,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     HYPER: tl.constexpr,
-    SUMS: tl.constexpr,
+    INPUTS: tl.constexpr,
     SCALARS: tl.constexpr,
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
@@ -129,46 +173,87 @@ def _prepare(
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = rows + t * WIDTH
     live = tl.load(row + _LIVE, t < count, other=0) != 0
-    if found_inf is not None:
-        # one load per row: the interpreter cannot broadcast a truth value
-        live = live & (tl.load(found_inf + t * 0) == 0)
+    h = hyper + tl.load(row + _GROUP, live, other=0) * HYPER
+    out = scalars + t * SCALARS
     step = tl.load(steps + t, live, other=0).to(scalars.dtype.element_ty)
     if COUNTS:
         step += 1
-        tl.store(steps + t, step, live)
-    h = hyper + tl.load(row + _GROUP, live, other=0) * HYPER
-    out = scalars + t * SCALARS
     if FIRST:
-        gradient = tl.load(h + _SIGN, live, other=1)
+        factor = tl.load(h + _SIGN, live, other=1)
+        # one per row: the interpreter cannot broadcast a truth value
+        bad, scaled = factor * 0, factor * 0 + 1
+        if found_inf is not None:
+            bad += tl.load(found_inf + t * 0).to(bad.dtype)
+        if GUARDS:
+            bad += _odd(measured + everyone, everyone, OTHERS)
         if scale is not None:
-            gradient = gradient / tl.load(scale)
+            scaled = tl.load(scale + t * 0).to(bad.dtype)
+        skip = bad != 0
+        if COUNTS:
+            tl.store(steps + t, step, live & (bad == 0))
         if CLIP is not None:
-            squares = _peers(tl.load(row + _SEGMENT, live, other=-1), norms, segments, everyone, OTHERS)
-            if scale is not None:
-                squares = squares / tl.load(scale) / tl.load(scale)
+            total = _peers(
+                tl.load(row + _SEGMENT, live, other=-1), measured, segments, everyone, LARGEST, OTHERS
+            )
             limit, eps = tl.load(h + _LIMIT, live, other=0), tl.load(h + _LIMIT_EPS, live, other=1)
-            gradient = gradient * CLIP(squares, limit, eps)
-        tl.store(out, gradient, live)
+            factor = factor * CLIP(total, scaled, limit, eps)
+        tl.store(out + _GRADIENT, factor / scaled, live)
+        keep, rate = AVERAGE(step, tl.load(h + _AVERAGE, live, other=0))
+        tl.store(out + _KEEP, keep, live)
+        tl.store(out + _RATE, rate, live)
+        # all programs find the same: one tells
+        tells = t == 0
+        tl.store(status + _SKIP + t, skip.to(tl.float32), tells)
+        tl.store(status + _SCALE + t, scaled.to(tl.float32), tells)
+        skipped = tl.load(status + _SKIPPED + t, tells, other=0)
+        tl.store(status + _SKIPPED + t, skipped + skip.to(tl.float32), tells)
     inputs = ()
     for k in tl.static_range(HYPER - _OPTIONS):
         inputs = inputs + (tl.load(h + _OPTIONS + k, live, other=0.5),)
-    for k in tl.static_range(1, SUMS):
-        inputs = inputs + (tl.load(sums + k * count + t, live, other=0),)
+    for k in tl.static_range(len(INPUTS)):
+        inputs = inputs + (tl.load(sums + INPUTS[k] * count + t, live, other=0),)
     values = RULE(step, *inputs)
-    for k in tl.static_range(SCALARS - 1):
-        tl.store(out + 1 + k, values[k], live)
+    for k in tl.static_range(SCALARS - _OWN):
+        tl.store(out + _OWN + k, values[k], live)
 
 
 @triton.jit
-def _peers(segment, norms, segments, everyone, OTHERS: tl.constexpr):
-    """For every row, the sum of squares over all rows it is clipped with."""
-    squares = tl.zeros(segment.shape, norms.dtype.element_ty)
+def _peers(segment, measured, segments, everyone, LARGEST: tl.constexpr, OTHERS: tl.constexpr):
+    """For every row, what was measured of all rows it is clipped with."""
+    total = tl.zeros(segment.shape, measured.dtype.element_ty)
     for first in range(0, everyone, OTHERS):
         o = first + tl.arange(0, OTHERS)
         other = tl.load(segments + o, o < everyone, other=-2)
-        x = tl.load(norms + o, o < everyone, other=0)
-        squares += tl.sum(tl.where(segment[:, None] == other[None, :], x[None, :], 0), 1)
-    return squares
+        x = tl.load(measured + o, o < everyone, other=0)
+        x = tl.where(segment[:, None] == other[None, :], x[None, :], 0)
+        total = _joined(total, _folded(x, 1, LARGEST), LARGEST)
+    return total
+
+
+@triton.jit
+def _odd(counts, everyone, OTHERS: tl.constexpr):
+    """How many of all gradients' elements are no number."""
+    total = tl.zeros([OTHERS], counts.dtype.element_ty)
+    for first in range(0, everyone, OTHERS):
+        o = first + tl.arange(0, OTHERS)
+        total += tl.load(counts + o, o < everyone, other=0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _joined(total, x, LARGEST: tl.constexpr):
+    if LARGEST:
+        return _maximum(total, x)
+    else:
+        return total + x
+
+
+@triton.jit
+def _folded(x, axis: tl.constexpr, LARGEST: tl.constexpr):
+    if LARGEST:
+        return tl.reduce(x, axis, _maximum)
+    else:
+        return tl.sum(x, axis)
 
 
 @triton.jit
@@ -190,7 +275,9 @@ def _tiles(
     sums,
     start,
     numel,
-    RULE: tl.constexpr,
+    CALLS: tl.constexpr,
+    STORES: tl.constexpr,
+    SUMMED: tl.constexpr,
     GRADIENT: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -200,48 +287,66 @@ def _tiles(
     with what is to be summed added.
     """
     offsets = start + tl.arange(0, BLOCK)
-    READS: tl.constexpr = len(sources)
+    LOADS: tl.constexpr = len(sources)
     # all loads first: enough of them in flight to cover the latency of memory
     loaded = ()
     for tile in tl.static_range(TILES):
         o = offsets + tile * BLOCK
-        for k in tl.static_range(READS):
+        for k in tl.static_range(LOADS):
             loaded = loaded + (tl.load(sources[k] + o, None if numel is None else o < numel),)
     for tile in tl.static_range(TILES):
         o = offsets + tile * BLOCK
         x = ()
-        for k in tl.static_range(READS):
-            value = loaded[tile * READS + k].to(COMPUTE)
-            x = x + (value * s[0] if k == GRADIENT else value,)
-        x = RULE(*x, *s[1:])
-        for k in tl.static_range(len(targets)):
-            value = x[k]
+        for k in tl.static_range(LOADS):
+            value = loaded[tile * LOADS + k].to(COMPUTE)
+            x = x + (value * s[_GRADIENT] if k == GRADIENT else value,)
+        x = _results(x, s, CALLS)
+        for k in tl.static_range(len(STORES)):
+            value = x[STORES[k]]
             if targets[k].dtype.element_ty.primitive_bitwidth == 16:
                 # by way of 32 bits, as processors do it
                 value = value.to(tl.float32)
             value = value.to(targets[k].dtype.element_ty)
             tl.store(targets[k] + o, value, None if numel is None else o < numel)
-        added = ()
+        joined = ()
         for k in tl.static_range(len(sums)):
-            term = x[len(targets) + k]
+            term = x[_part(SUMMED, k, 0)]
             # what lies beyond may be no number
-            added = added + (sums[k] + (term if numel is None else tl.where(o < numel, term, 0)),)
-        sums = added
+            term = term if numel is None else tl.where(o < numel, term, 0)
+            joined = joined + (_joined(sums[k], term, _part(SUMMED, k, 1)),)
+        sums = joined
     return sums
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf"])
+@triton.jit
+def _results(x, s, CALLS: tl.constexpr):
+    """What the update of a pass gives out, then its extras."""
+    results = ()
+    for k in tl.static_range(len(CALLS)):
+        known, taken = x + results, ()
+        for j in tl.static_range(_length(CALLS, k, 1)):
+            taken = taken + (known[_part(CALLS, k, 1, j)],)
+        for j in tl.static_range(_length(CALLS, k, 2)):
+            taken = taken + (s[_part(CALLS, k, 2, j)],)
+        results = results + _part(CALLS, k, 0)(*taken)
+    return results
+
+
+@triton.jit
 def _sweep(
     rows,
     scalars,
     places,
     partials,
-    found_inf,
-    RULE: tl.constexpr,
-    READS: tl.constexpr,
+    status,
+    CALLS: tl.constexpr,
+    CODE: tl.constexpr,
+    LOADS: tl.constexpr,
     WRITES: tl.constexpr,
-    SUMS: tl.constexpr,
+    STORES: tl.constexpr,
+    SUMMED: tl.constexpr,
     GRADIENT: tl.constexpr,
+    CLEARS: tl.constexpr,
     DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -251,53 +356,70 @@ def _sweep(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    if found_inf is not None:  # noqa: SIM102  (known when compiling, unlike the next condition)
-        if tl.load(found_inf) != 0:
-            return
     chunk = tl.program_id(0).to(tl.int64)
     if BACKWARDS:
         chunk = tl.num_programs(0) - 1 - chunk
     t = tl.load(places + chunk * 2)
     start = tl.load(places + chunk * 2 + 1).to(tl.int64) * (BLOCK * TILES)
     row = rows + t * WIDTH
+    if status is not None:  # noqa: SIM102  (known when compiling, unlike the next condition)
+        if tl.load(status + _SKIP) != 0:
+            if CLEARS is not None:
+                _clear(row, start, CLEARS, DTYPES, BLOCK, TILES)
+            return
     s = ()
     for k in tl.static_range(SCALARS):
         s = s + (tl.load(scalars + t * COLUMNS + k).to(COMPUTE),)
     sums = ()
-    for _ in tl.static_range(SUMS):
+    for _ in tl.static_range(len(SUMMED)):
         sums = sums + (tl.zeros([BLOCK], COMPUTE),)
     if start < tl.load(row + _FULL):
-        sources, targets = _addresses(row, READS, DTYPES, True), _addresses(row, WRITES, DTYPES, True)
-        sums = _tiles(sources, targets, s, sums, start, None, RULE, GRADIENT, COMPUTE, BLOCK, TILES)
-        _put(sums, partials, chunk)
+        sources, targets = _addresses(row, LOADS, DTYPES, True), _addresses(row, WRITES, DTYPES, True)
+        sums = _tiles(
+            sources, targets, s, sums, start, None, CALLS, STORES, SUMMED, GRADIENT, COMPUTE, BLOCK, TILES
+        )
+        _put(sums, partials, chunk, SUMMED)
     else:
-        sources, targets = _addresses(row, READS, DTYPES, False), _addresses(row, WRITES, DTYPES, False)
+        sources, targets = _addresses(row, LOADS, DTYPES, False), _addresses(row, WRITES, DTYPES, False)
         numel = tl.load(row + _NUMEL)
         # one tile at a time: this path is rare, and must not cost the other one registers
         for first in range(start, tl.minimum(start + BLOCK * TILES, numel), BLOCK):
-            sums = _tiles(sources, targets, s, sums, first, numel, RULE, GRADIENT, COMPUTE, BLOCK, 1)
-        _put(sums, partials, chunk)
+            sums = _tiles(
+                sources, targets, s, sums, first, numel, CALLS, STORES, SUMMED, GRADIENT, COMPUTE, BLOCK, 1
+            )
+        _put(sums, partials, chunk, SUMMED)
 
 
 @triton.jit
-def _put(sums, partials, chunk):
+def _clear(row, start, ROLE: tl.constexpr, DTYPES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Fill a chunk of a tensor with zeros."""
+    target, numel = tl.load(row + _POINTERS + ROLE).to(tl.pointer_type(DTYPES[ROLE])), tl.load(row + _NUMEL)
+    for first in range(start, tl.minimum(start + BLOCK * TILES, numel), BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        tl.store(target + o, tl.zeros([BLOCK], DTYPES[ROLE]), o < numel)
+
+
+@triton.jit
+def _put(sums, partials, chunk, SUMMED: tl.constexpr):
     SUMS: tl.constexpr = len(sums)
     for k in tl.static_range(SUMS):
-        tl.store(partials + chunk * SUMS + k, tl.sum(sums[k]))
+        tl.store(partials + chunk * SUMS + k, _folded(sums[k], 0, _part(SUMMED, k, 1)))
 
 
 @triton.jit
-def _reduce(partials, firsts, sums, count, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+def _reduce(partials, firsts, sums, count, SUMMED: tl.constexpr, BLOCK: tl.constexpr):
     """The sums of a tensor from those of its chunks."""
-    t, k = tl.program_id(0), tl.arange(0, SUMS)
-    end = tl.load(firsts + t + 1)
-    total = tl.zeros([BLOCK, SUMS], sums.dtype.element_ty)
-    for first in range(tl.load(firsts + t), end, 4 * BLOCK):
-        # four loads at once, again for the latency of memory
-        for j in tl.static_range(4):
-            c = first + j * BLOCK + tl.arange(0, BLOCK)
-            total += tl.load(partials + c[:, None] * SUMS + k[None, :], c[:, None] < end, other=0)
-    tl.store(sums + k * count + t, tl.sum(total, 0))
+    t = tl.program_id(0)
+    begin, end = tl.load(firsts + t), tl.load(firsts + t + 1)
+    for k in tl.static_range(len(SUMMED)):
+        total = tl.zeros([BLOCK], sums.dtype.element_ty)
+        for first in range(begin, end, 4 * BLOCK):
+            # four loads at once, again for the latency of memory
+            for j in tl.static_range(4):
+                c = first + j * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(partials + c * len(SUMMED) + k, c < end, other=0)
+                total = _joined(total, x.to(total.dtype), _part(SUMMED, k, 1))
+        tl.store(sums + k * count + t, _folded(total, 0, _part(SUMMED, k, 1)))
 
 
 def unavailable(device_type: str) -> str | None:
@@ -319,56 +441,86 @@ def _probe(x):
 
 def compile(table) -> None:
     count, width = table.rows.shape
-    tables = table.rows, table.steps, table.hyper, table.sums, *table.everyone, table.scalars
-    tables += count, len(table.everyone[0])
-    clip = _compiled(_scalars.clip) if table.clips else None
-    constants = width, table.hyper.shape[1], len(table.sums), table.scalars.shape[1], _ROWS, _OTHERS
+    measured, segments = table.everyone
+    tables = table.rows, table.steps, table.hyper, table.sums, measured, segments, table.scalars, table.status
+    tables += count, len(segments)
+    numels = np.concatenate([bucket.numels for bucket in table.buckets])
+    places = torch.from_numpy(np.stack(chunks(numels, CHUNK), 1).astype(np.int32)).to(table.device)
+    firsts = chunk_starts(numels, CHUNK)
     with _on(table.device):
         table.prepare = {}
         for first in {True, len(table.rule.passes) == 1}:
-            rule = _compiled(table.rule.scalars), clip, first and table.counts, first
-            programs = triton.cdiv(count, _ROWS)
-            table.prepare[first] = _Launch(_prepare, programs, tables, 2, rule + constants, {})
-        table.sweeps = {k: _Sweep(table, k) for k in table.used_passes}
+            constants = {
+                "RULE": _compiled(table.rule.scalars),
+                "AVERAGE": _compiled(_scalars.average),
+                "CLIP": None if table.clip is None else _compiled(table.clip),
+                "LARGEST": _is_largest(table.rule.measure.sums),
+                "GUARDS": table.besides.guards,
+                "COUNTS": first and table.counts,
+                "FIRST": first,
+                "WIDTH": width,
+                "HYPER": table.hyper.shape[1],
+                "INPUTS": table.rule.inputs,
+                "SCALARS": table.scalars.shape[1],
+                "BLOCK": _ROWS,
+                "OTHERS": _OTHERS,
+            }
+            table.prepare[first] = _Launch(_prepare, triton.cdiv(count, _ROWS), tables, 2, constants, {})
+        table.sweeps = {k: _Sweep(table, k, places, firsts) for k in table.used_passes}
+
+
+def _is_largest(kind: str) -> bool:
+    return kind == "^"
 
 
 class _Sweep:
     """A pass over a table: one launch per bucket, and one that adds up what they summed."""
 
-    def __init__(self, table: Any, k: int) -> None:
-        sums = table.sums[table.columns(k)]
+    def __init__(self, table: Any, k: int, places: torch.Tensor, firsts: np.ndarray) -> None:
+        sums = table.sums[table.rule.rows(k)]
         # a chunk is small enough to be summed in what it is computed in
         dtype = max((bucket.compute_dtype for bucket in table.buckets), key=lambda dtype: dtype.itemsize)
-        tensors, within = chunks(np.concatenate([bucket.numels for bucket in table.buckets]), CHUNK)
-        firsts = np.searchsorted(tensors, np.arange(len(table.entries) + 1)).astype(np.int64)
-        places = torch.from_numpy(np.stack((tensors, within), 1).astype(np.int32)).to(table.device)
-        partials = torch.empty(len(tensors), len(sums), dtype=dtype, device=table.device)
+        partials = torch.empty(len(places), len(sums), dtype=dtype, device=table.device)
         self._launches, first = [], 0
         for bucket in table.buckets:
-            a_pass, roles = bucket.rule.all_passes[k], bucket.rule.roles
-            begin, end = firsts[first], firsts[first + len(bucket.numels)]
+            begin, end = (int(firsts[i]) for i in (first, first + len(bucket.numels)))
             first += len(bucket.numels)
-            constants = (
-                _compiled(a_pass.update),
-                *(tuple(map(roles.index, letters)) for letters in (a_pass.reads, a_pass.writes)),
-            )
-            constants += a_pass.sums, -1 if a_pass.raw else a_pass.reads.find("g")
-            constants += tuple(_TYPES[dtype] for dtype in bucket.dtypes), _TYPES[bucket.compute_dtype]
-            constants += table.rows.shape[1], table.scalars.shape[1], 1 + a_pass.scalar_count
-            # every other pass starts where the last one ended, with what is still in the cache
-            constants += k % 2 == 1, _BLOCK, _TILES
+            a_pass, roles = bucket.rule.all_passes[k], bucket.rule.roles
+            calls = tuple((_compiled(call.update), call.takes, call.scalars) for call in a_pass.calls)
+            constants = {
+                "CALLS": calls,
+                # for Triton's cache, which knows functions within a tuple by their names only
+                "CODE": "".join(getattr(update, "cache_key", "") for update, *_ in calls),
+                "LOADS": tuple(map(roles.index, a_pass.loads)),
+                "WRITES": tuple(roles.index(letter) for letter, _ in a_pass.stores),
+                "STORES": tuple(i for _, i in a_pass.stores),
+                "SUMMED": tuple((i, _is_largest(kind)) for kind, i in a_pass.summed),
+                "GRADIENT": -1 if a_pass.raw else a_pass.loads.find("g"),
+                "CLEARS": roles.index("g") if a_pass.clears else None,
+                "DTYPES": tuple(_TYPES[dtype] for dtype in bucket.dtypes),
+                "COMPUTE": _TYPES[bucket.compute_dtype],
+                "WIDTH": table.rows.shape[1],
+                "COLUMNS": table.scalars.shape[1],
+                "SCALARS": OWN + a_pass.scalar_count,
+                # every other pass starts where the last one ended, with what is still in the cache
+                "BACKWARDS": k % 2 == 1,
+                "BLOCK": _BLOCK,
+                "TILES": _TILES,
+            }
             tables = table.rows, table.scalars, places[begin:end], partials[begin:end]
             options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-            self._launches.append(_Launch(_sweep, int(end - begin), tables, 1, constants, options))
+            self._launches.append(_Launch(_sweep, end - begin, tables, 1, constants, options))
         self._reduce = None
         if len(sums):
             tables = partials, torch.from_numpy(firsts).to(table.device), sums, len(table.entries)
+            kinds = tuple((i, _is_largest(kind)) for kind, i in table.rule.all_passes[k].summed)
+            constants = {"SUMMED": kinds, "BLOCK": _ADDED}
             options = {"num_warps": _ADDING_WARPS}
-            self._reduce = _Launch(_reduce, len(table.entries), tables, 0, (len(sums), _ADDED), options)
+            self._reduce = _Launch(_reduce, len(table.entries), tables, 0, constants, options)
 
-    def __call__(self, found_inf: torch.Tensor | None) -> None:
+    def __call__(self, status: torch.Tensor | None) -> None:
         for launch in self._launches:
-            launch(found_inf)
+            launch(status)
         if self._reduce is not None:
             self._reduce()
 
@@ -377,10 +529,11 @@ class _Launch:
     """A kernel with its tables and constants, compiled once for each set of optional arguments."""
 
     def __init__(
-        self, kernel: Any, programs: int, tables: tuple, optional: int, constants: tuple, options: dict
+        self, kernel: Any, programs: int, tables: tuple, optional: int, constants: dict, options: dict
     ) -> None:
+        """`constants` in the order of the kernel's arguments."""
         self._kernel, self._grid = kernel, (programs, 1, 1)
-        self._tables, self._constants, self._options = tables, constants, options
+        self._tables, self._constants, self._options = tables, tuple(constants.values()), options
         # a tensor would be asked for its address at every launch, and the driver for that
         self._addresses = tuple(map(_address, tables))
         # compiled now, so that nothing can fail once something has been written
@@ -434,6 +587,6 @@ def prepare(table, amp, first: bool) -> None:
         table.prepare[first](amp.scale, amp.found_inf)
 
 
-def sweep(table, k: int, amp) -> None:
+def sweep(table, k: int, skips: bool) -> None:
     with _on(table.device):
-        table.sweeps[k](amp.found_inf)
+        table.sweeps[k](table.status if skips else None)

@@ -1,0 +1,86 @@
+"""What holds after a CUDA graph has captured a step: it reads and writes where it did then."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+from torch import Tensor
+
+from ._passes import Besides
+from ._plan import Plan
+from ._table import is_capturing
+
+_WHAT_TO_DO = (
+    "a replay would use the old one. Keep gradients where they are (zero_grad(set_to_none=False), "
+    "or step(zero_grad=True, set_to_none=False)), or call optimizer.release_graph() and capture anew"
+)
+
+
+class Capture:
+    """A plan that a graph relies on. It keeps alive what the graph reads, and watches gradients for moving."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._rows = [table.host_rows.copy() for table in plan.tables]
+        params = [entry.param for table in plan.tables for entry in table.entries]
+        self._grads = [p.grad for p in params]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(_watch, p.grad.data_ptr()))
+            for p in params
+            if p.grad is not None and p.requires_grad
+        ]
+
+    def check(self, optimizer: Any, besides: Besides) -> None:
+        """Raise if a step would not do what the captured one does."""
+        if besides != self.plan.besides:
+            raise RuntimeError(
+                f"a CUDA graph has captured step() with {self.plan.besides}, now it is {besides}; "
+                "call optimizer.release_graph() first, and do not replay the graph any more"
+            )
+        rows = [table.host_rows for table in self.plan.tables]
+        if not self.plan.describes(optimizer, besides) or not all(map(np.array_equal, rows, self._rows)):
+            raise RuntimeError(
+                "a CUDA graph has captured step(), and a parameter, gradient or state has moved since then; "
+                + _WHAT_TO_DO
+            )
+
+    def refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"a CUDA graph has captured step(), and {what}() would change what it reads and writes; "
+            "call optimizer.release_graph() first, and capture anew afterwards"
+        )
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _watch(address: int, p: Tensor) -> None:
+    if p.grad is not None and p.grad.data_ptr() != address and not is_capturing():
+        raise RuntimeError(
+            f"a CUDA graph has captured step(), and the gradient of a parameter of shape {tuple(p.shape)} is "
+            f"now another one; {_WHAT_TO_DO}"
+        )
+
+
+class Group(dict):
+    """A group of an optimizer that tells when an option is set."""
+
+    def __init__(self, group: dict[str, Any], changed: Callable[[], None]) -> None:
+        super().__init__(group)
+        self._changed = changed
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._changed()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        self._changed()
+
+    def __reduce__(self) -> tuple:
+        # a copy belongs to no graph
+        return dict, (dict(self),)

@@ -1,0 +1,88 @@
+"""What steps measured, made of the sums that are in their tables anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._table import Table
+from .engines import GRADIENT, LIVE, SCALE, SKIP
+
+
+class Statistics(NamedTuple):
+    """What the last step measured: of all parameters, then of each in the order of the groups.
+
+    All are tensors on the device of the first parameter. Norms are L2, those of gradients of the optimizer's
+    `norm_type`, before clipping and without the scale of a GradScaler. The update is what was added to the
+    parameters, decay included. What was not measured is NaN: everything of a parameter without a gradient,
+    and most of a step that was skipped, whose update is 0.
+    """
+
+    skipped: Tensor
+    grad_norm: Tensor
+    param_norm: Tensor
+    update_norm: Tensor
+    clip_factor: Tensor
+    nonfinite: Tensor
+    grad_norms: Tensor
+    param_norms: Tensor
+    update_norms: Tensor
+    clip_factors: Tensor
+    nonfinites: Tensor
+    # LAMB's; None for others
+    trust_ratios: Tensor | None
+
+
+def _of_table(table: Table) -> dict[str, Tensor]:
+    """Of every row."""
+    sums, scalars, rows = table.sums, table.scalars, table.rule.reported
+    skipped, scale = table.status[SKIP] != 0, table.status[SCALE]
+    grads = sums[rows.get("grad", 0)]
+    grads = grads.sqrt() if table.besides.norm_type == 2 else grads
+    found = {
+        "param_norms": torch.where(skipped, torch.nan, sums[rows["param"]].sqrt()),
+        "update_norms": torch.where(skipped, 0, sums[rows["update"]].sqrt()),
+        "clip_factors": torch.where(skipped, torch.nan, (scalars[:, GRADIENT] * scale).abs()),
+    }
+    for i, name in enumerate(reversed(table.rule.reports)):
+        found[f"{name}s"] = torch.where(skipped, torch.nan, scalars[:, -1 - i])
+    if table.besides.measures:
+        found |= {"grad_norms": grads / scale, "nonfinites": sums[rows["nonfinite"]]}
+    else:
+        of_update = {"grad_norms": grads, "nonfinites": sums[rows["nonfinite"]]}
+        found |= {name: torch.where(skipped, torch.nan, value) for name, value in of_update.items()}
+    live = table.rows[:, LIVE] != 0
+    return {"live": live, **{name: torch.where(live, value, torch.nan) for name, value in found.items()}}
+
+
+@torch.no_grad()
+def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
+    """From the tables of an optimizer with these parameters."""
+    device, norm_type = tables[0].device, tables[0].besides.norm_type
+    where = {id(p): i for i, p in enumerate(params)}
+    order = torch.tensor([where[id(entry.param)] for table in tables for entry in table.entries]).to(device)
+    by_table = [_of_table(table) for table in tables]
+    of_rows = {name: torch.cat([found[name].to(device) for found in by_table]) for name in by_table[0]}
+    live = of_rows.pop("live")
+    each: dict[str, Any] = {"trust_ratios": None}
+    for name, values in of_rows.items():
+        each[name] = values.new_full((len(params),), torch.nan).index_copy_(0, order, values)
+
+    def measured(name: str, otherwise: float) -> Tensor:
+        return torch.where(live, of_rows[name], otherwise)
+
+    def l2(name: str) -> Tensor:
+        return measured(name, 0).square().sum().sqrt()
+
+    return Statistics(
+        skipped=tables[0].status[SKIP] != 0,
+        grad_norm=l2("grad_norms") if norm_type == 2 else measured("grad_norms", 0).amax(),
+        param_norm=l2("param_norms"),
+        update_norm=l2("update_norms"),
+        clip_factor=measured("clip_factors", 1).amin(),
+        nonfinite=measured("nonfinites", 0).sum(),
+        **each,
+    )
