@@ -57,6 +57,15 @@ _NORMS: list[Row] = [
     ("AdamW", {"max_grad_norm": 1.0}, ()),
 ]
 _FUNCTIONAL: Row = ("functional.adamw_", {}, ("fusedstep.AdamW",))
+# unscale, look for infinities, clip, update, drop gradients
+_WHOLE: Row = ("AdamW", {"max_grad_norm": 1.0, "scaler": True}, ("torch.optim.AdamW",))
+# what goes along with the update
+_ALONG: list[Row] = [
+    ("AdamW", {"statistics": True}, ("fusedstep.AdamW",)),
+    ("AdamW", {"ema_decay": 0.999}, ()),
+    ("AdamW", {"max_grad_norm": 1.0, "norm_type": math.inf}, ()),
+    ("AdamW", {"max_grad_norm": 1.0, "skip_nonfinite": True, "statistics": True}, ()),
+]
 # of parameter and gradient, and of the states
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
@@ -65,7 +74,7 @@ DTYPES = {
     "bf16/fp32": (torch.bfloat16, torch.float32),
 }
 CPU = [Work("bert-base", o, k, d, p) for d in ("fp32", "bf16", "fp16") for o, k, p in _TORCH]
-CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL)]
+CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE)]
 CPU += [Work("1000 x 64", o, k, "fp32", p) for o, k, p in (*_TORCH, _NORMS[0])]
 GPU = [
     Work(model, o, k, dtype, p)
@@ -74,7 +83,9 @@ GPU = [
     for o, k, p in _TORCH
 ]
 GPU += [
-    Work(model, o, k, "fp32", p) for model in ("bert-large", "400 x 1024") for o, k, p in (*_NORMS, _FUNCTIONAL)
+    Work(model, o, k, "fp32", p)
+    for model in ("bert-large", "400 x 1024")
+    for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, *_ALONG)
 ]
 
 
@@ -151,7 +162,34 @@ def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], An
         lists = params, [p.grad for p in params], *([torch.zeros_like(p) for p in params] for _ in range(2))
         return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
     groups = [{"params": [p]} for p in params] if work.model.endswith("groups") else params
-    return _class(name)(groups, lr=1e-3, **_known(name, work.options), **options).step
+    # what is measured is measured beside the same class without
+    own = {} if name in work.peers and name.startswith("fusedstep.") else _known(name, work.options)
+    optimizer = _class(name)(groups, lr=1e-3, **own, **options)
+    return _whole(optimizer, params, work.options) if "scaler" in work.options else optimizer.step
+
+
+def _whole(optimizer: Any, params: list, options: dict[str, Any]) -> timing.Step:
+    """All that comes between a backward and the next: with ours in one step, else in one call after another."""
+    ours = isinstance(optimizer, fusedstep.AdamW)
+    device, grads = params[0].device, [p.grad for p in params]
+    scaler = (fusedstep.GradScaler if ours else torch.amp.GradScaler)(device.type, init_scale=1024.0)
+    scaler.scale(torch.ones((), device=device))
+
+    def before() -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+
+    def step() -> None:
+        if ours:
+            scaler.step(optimizer, zero_grad=True)
+        else:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, options["max_grad_norm"])
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+
+    return timing.Prepared(before, step)
 
 
 @functools.cache
@@ -196,9 +234,9 @@ def check(work: Work, device: str) -> None:
     for p, q in zip(ours, exact, strict=True):
         p.grad += p.grad.sign()  # or the squares of gradients would vanish in fp16
         q.grad = p.grad.double()
-    options = {"lr": 1e-3, **work.options}
+    options = {"lr": 1e-3, **_known(f"fusedstep.{work.optimizer}", work.options)}
     optimizers = [getattr(fusedstep, work.optimizer)(ours, state_dtype=of_state, **options)]
-    if hasattr(torch.optim, work.optimizer) and "max_grad_norm" not in options:
+    if hasattr(torch.optim, work.optimizer) and _known(f"torch.optim.{work.optimizer}", options) == options:
         optimizers.append(getattr(torch.optim, work.optimizer)(exact, **options))
     else:  # torch has no such thing: the same in plain tensor operations
         optimizers.append(getattr(fusedstep, work.optimizer)(exact, engine="torch", **options))
@@ -214,7 +252,7 @@ def _bytes(work: Work) -> int:
     """What an update must move: in every pass, what it reads and what it writes."""
     of_param, of_state = DTYPES[work.dtype]
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
-    optimizer = getattr(fusedstep, name)([torch.zeros(1)], **work.options)
+    optimizer = getattr(fusedstep, name)([torch.zeros(1)], **_known(f"fusedstep.{name}", work.options))
     group = optimizer.param_groups[0]
     rule, averages = optimizer.kind(group)
     rule = complete(rule, Besides(), averages).for_dtypes((of_param, of_param, of_state))

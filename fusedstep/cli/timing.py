@@ -5,12 +5,29 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 Step = Callable[[], object]
+
+
+@dataclass
+class Prepared:
+    """A step that needs something before it which is not timed on the host."""
+
+    before: Step
+    step: Step
+
+    def __call__(self) -> None:
+        self.before()
+        self.step()
+
+
+def _parts(step: Step) -> tuple[Step, Step]:
+    return (step.before, step.step) if isinstance(step, Prepared) else (lambda: None, step)
 
 
 class Times(NamedTuple):
@@ -24,7 +41,8 @@ def on_cpu(steps: Sequence[Step], rounds: int) -> list[Times]:
     """The steps in turn, so that all of them see the same noise."""
     samples: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
-        for step, times in zip(steps, samples, strict=True):
+        for (before, step), times in zip(map(_parts, steps), samples, strict=True):
+            before()
             begin = time.perf_counter()
             step()
             times.append(1e3 * (time.perf_counter() - begin))
@@ -43,8 +61,9 @@ def on_gpu(steps: Sequence[Step], rounds: int) -> list[Times]:
 
 
 def _host_times(step: Step, rounds: int) -> list[float]:
-    times = []
+    times, (before, step) = [], _parts(step)
     for _ in range(rounds):
+        before()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         step()
