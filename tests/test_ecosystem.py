@@ -117,6 +117,37 @@ def test_a_compiled_training_step_may_call_step(case):
         torch.testing.assert_close(p, q)
 
 
+def whole_step_against_compiled(case, device, backend):
+    model, x = (part.to(device) for part in model_and_batch())
+    twin, trained = copy.deepcopy(model), []
+    for net, compiles in ((model, True), (twin, False)):
+        optimizer = case.ours(net.parameters(), **{**case.options, "max_grad_norm": 0.1}, ema_decay=0.9)
+        scaler = fusedstep.GradScaler(device, init_scale=1024.0, growth_interval=2)
+
+        def train(net=net, optimizer=optimizer, scaler=scaler):
+            scaler.scale(net(x).square().mean()).backward()
+            scaler.step(optimizer, zero_grad=True)
+            scaler.update()
+
+        train = torch.compile(train, backend=backend) if compiles else train
+        for _ in range(4):
+            train()
+        trained.append([*net.parameters(), *(optimizer.state[p]["ema"] for p in net.parameters())])
+    for p, q in zip(*trained, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@cases
+def test_a_whole_training_step_may_be_compiled(case):
+    whole_step_against_compiled(case, "cpu", "eager")
+
+
+@pytest.mark.gpu
+@cases
+def test_a_whole_training_step_may_be_compiled_by_inductor(case):
+    whole_step_against_compiled(case, "cuda", "inductor")
+
+
 def test_the_profiler_shows_the_step_under_torchs_name():
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
