@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._passes import Besides
 from ._plan import Plan
+from ._shards import local
 from ._table import is_capturing
 
 _WHAT_TO_DO = (
@@ -28,7 +29,7 @@ class Capture:
         params = [entry.param for table in plan.tables for entry in table.entries]
         self._grads = [p.grad for p in params]
         self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(_watch, p.grad.data_ptr()))
+            p.register_post_accumulate_grad_hook(functools.partial(_watch, local(p.grad).data_ptr()))
             for p in params
             if p.grad is not None and p.requires_grad
         ]
@@ -59,7 +60,7 @@ class Capture:
 
 
 def _watch(address: int, p: Tensor) -> None:
-    if p.grad is not None and p.grad.data_ptr() != address and not is_capturing():
+    if p.grad is not None and local(p.grad).data_ptr() != address and not is_capturing():
         raise RuntimeError(
             f"a CUDA graph has captured step(), and the gradient of a parameter of shape {tuple(p.shape)} is "
             f"now another one; {_WHAT_TO_DO}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import engines
+from . import _shards, engines
 from ._layout import dense_strides, empty_like, laid_like, lies_like
 from ._passes import EMA, Besides, Rule
+from ._shards import local
 
 
 class Settings(NamedTuple):
@@ -70,6 +71,12 @@ class Entry:
         return self.param.grad if self.given is None else self.given
 
     @property
+    def here(self) -> dict[str, Any]:
+        """Of parameter, gradient and states, by their letters, the parts that are here."""
+        states = {letter: self.state.get(name) for letter, name in self.rule.states.items()}
+        return {letter: local(t) for letter, t in {"p": self.param, "g": self.grad, **states}.items()}
+
+    @property
     def bucket(self) -> tuple:
         """Entries with equal keys can share a launch."""
         return (self.rule.passes[-1].update.__name__, self.rule.roles, *map(str, self.dtypes), self.staged)
@@ -81,9 +88,11 @@ class Entry:
 
     def fits(self, grad: Tensor) -> bool:
         """Whether parameter, gradient and states are still stored as this entry was built for."""
-        p, states = self.param, [self.state.get(name) for name in self.rule.states.values()]
         if self.rule.saves_step and (self.state.get("step") is not self.step or not self._step_is_a_view()):
             return False
+        if not _shards.lies_alike(self.param, grad):
+            return False
+        p, grad, *states = self.here.values()
         roles: tuple[Any, ...] = (p, grad, *states)
         if any(
             t is None or t.layout != torch.strided or t.device != self.device or t.shape != p.shape
@@ -108,9 +117,10 @@ class Entry:
 
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""
-        p = self.param if self.param_copy is None else self.param_copy
-        g = cast(Tensor, self.grad) if self.grad_copy is None else self.grad_copy
-        return [t.data_ptr() for t in (p, g, *(self.state[name] for name in self.rule.states.values()))]
+        p, g, *states = self.here.values()
+        p = p if self.param_copy is None else self.param_copy
+        g = g if self.grad_copy is None else self.grad_copy
+        return [t.data_ptr() for t in (p, g, *states)]
 
     def commit(self, known: Known) -> None:
         """Make what was prepared part of what the optimizer remembers."""
@@ -126,16 +136,16 @@ class Entry:
     @torch.no_grad()
     def copy_in(self) -> None:
         if self.param_copy is not None:
-            self.param_copy.copy_(self.param)
+            self.param_copy.copy_(local(self.param))
         if self.grad_copy is not None:
-            self.grad_copy.copy_(cast(Tensor, self.grad))
+            self.grad_copy.copy_(local(self.grad))
 
     @torch.no_grad()
     def copy_out(self, clears: bool) -> None:
         if self.param_copy is not None:
-            self.param.copy_(self.param_copy)
+            local(self.param).copy_(self.param_copy)
         if clears and self.grad_copy is not None:
-            cast(Tensor, self.grad).zero_()
+            local(self.grad).zero_()
 
 
 def real(t: Tensor) -> torch.dtype:
@@ -150,13 +160,16 @@ def make_entry(
     g: Any = p.grad if given is None else given
     state = known.state.get(p, {})
     _check(p, g, settings.owner)
+    if rule.inputs or settings.besides.measures:
+        _shards.check_norms(p, settings.owner)
+    whole, p, g = p, local(p), local(g)
     names = tuple(rule.states.values())
     if rule.saves_step and state and not any(name in state for name in names):
         raise RuntimeError(
             f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {names}: "
             "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
         )
-    old = [state[name] for name in names if isinstance(state.get(name), Tensor)]
+    old = [local(state[name]) for name in names if isinstance(state.get(name), Tensor)]
     engine = engines.choose((p, g, *old), settings.engine)
     strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
     stepped = state.get("step", 0.0) if rule.saves_step else known.unsaved_steps.get(p, 1.0)
@@ -170,13 +183,14 @@ def make_entry(
             if name == EMA:
                 tensor.copy_(p)
         else:
-            tensor = _adopted(found, p, strides, name, engine)
+            _check_state(found, whole, name)
+            tensor = _adopted(local(found), p, strides, engine)
         states.append(tensor)
-        if tensor is not found:
-            fresh[name] = tensor
+        if tensor is not local(found):
+            fresh[name] = _shards.like(tensor, whole)
     dtypes = tuple(map(real, (p, g, *states)))
     entry = Entry(
-        param=p,
+        param=whole,
         state=state,
         rule=rule.for_dtypes(dtypes),
         group=group,
@@ -212,6 +226,7 @@ def _check(p: Tensor, g: Tensor, owner: str) -> None:
         )
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
+    _shards.check(p, g, owner)
 
 
 def state_dtype_for(p: Tensor, name: str, chosen: torch.dtype | None) -> torch.dtype:
@@ -232,8 +247,7 @@ def _new_state(p: Tensor, strides: tuple, dtype: torch.dtype, engine: ModuleType
     return empty_like(p, strides, dtype).zero_()
 
 
-def _adopted(found: Tensor, p: Tensor, strides: tuple, name: str, engine: ModuleType) -> Tensor:
-    """A state that exists, on the parameter's device and laid out like it."""
+def _check_state(found: Tensor, p: Tensor, name: str) -> None:
     if found.shape != p.shape or found.is_complex() != p.is_complex():
         raise RuntimeError(
             f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, its parameter "
@@ -241,5 +255,14 @@ def _adopted(found: Tensor, p: Tensor, strides: tuple, name: str, engine: Module
         )
     if not (found.is_floating_point() or found.is_complex()):
         raise TypeError(f"state {name!r} is {found.dtype}, not floating-point; load a matching checkpoint")
+    if not _shards.lies_alike(found, p):
+        raise RuntimeError(
+            f"state {name!r} is not distributed as its parameter is; load the checkpoint with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+
+
+def _adopted(found: Tensor, p: Tensor, strides: tuple, engine: ModuleType) -> Tensor:
+    """A state that exists, on the parameter's device and laid out like it."""
     found = found if found.device == p.device else found.to(p.device)
     return laid_like(found, strides) if engine.BY_ADDRESS else found

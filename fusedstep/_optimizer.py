@@ -20,6 +20,7 @@ from ._capture import Capture, Group
 from ._entry import Settings, state_dtype_for
 from ._passes import EMA, NORMS, Besides, Rule
 from ._plan import Plan
+from ._shards import local
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp, is_capturing
 
@@ -254,15 +255,15 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if EMA in self.state.get(p, {})]
         if not params:
             raise RuntimeError("there are no averages; construct with ema_decay=0.999, for example, and step()")
-        kept = [p.detach().clone() for p in params]
-        with torch.no_grad():
-            torch._foreach_copy_(params, [self.state[p][EMA] for p in params])
+        averages = [local(self.state[p][EMA]) for p in params]
+        params = [local(p.detach()) for p in params]
+        kept = [p.clone() for p in params]
+        torch._foreach_copy_(params, averages)
         self._shows_averages = True
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(params, kept)
+            torch._foreach_copy_(params, kept)
             self._shows_averages = False
 
     def _options_changed(self) -> None:

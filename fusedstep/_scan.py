@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ._entry import Entry
+from ._shards import is_distributed
 
 SAME, MOVED, UNSURE = range(3)
 
@@ -34,10 +35,13 @@ _FUNCTIONS = ("PyDict_GetItemWithError", "PyDict_Next", "PyErr_Clear")
 GET_ITEM, NEXT, CLEAR = range(3)
 _OBJECTS = ("params", "step", None, Tensor, torch.nn.Parameter)
 PARAMS, STEP, NONE, TENSOR, PARAMETER = range(3, 8)
-IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD, COUNTER, WRITES = range(8, 18)
+IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD, COUNTER, WRITES, OBJECT = range(8, 19)
+# 0 until there is one: the type of distributed tensors, where they have the part that is here and their spec
+DISTRIBUTED, PART, SPEC = range(19, 22)
 
 # columns of what is remembered of a parameter; its states follow
-PARAM, STATE, VERSION, COUNT, STATES = range(5)
+# (of a distributed one, also how its gradient is)
+PARAM, STATE, VERSION, COUNT, GRAD_SPEC, STATES = range(6)
 # and of a tensor: dimensions, sizes and strides, dtype with device, dispatch keys, bytes of an element
 MOST_DIMS = 5
 WORDS = 1 + 2 * MOST_DIMS + 3
@@ -53,7 +57,7 @@ def _offsets() -> list[int] | None:
 
     Shape and offset are found by their values, and so is the memory; the keys are what conjugation alone
     changes; the gradient hangs on what a tensor gets when it requires one, and there is something that stands
-    there instead of a gradient. Last comes where writes are counted.
+    there instead of a gradient. Last come where writes are counted, and Python's tensor.
     """
     t = torch.empty(3, 5, 7, 11, 13, device="cpu")
     z = torch.empty(1, dtype=torch.complex64, device="cpu")
@@ -82,7 +86,9 @@ def _offsets() -> list[int] | None:
     places = [inside.index(t._cdata), starts[0], keys[0], tensor.index(storage)]
     places += [_words(storage, 6).index(memory), meta[0], grad]
     counter = _write_counter()
-    return None if counter is None else [*(8 * place for place in places), without[grad], *counter]
+    if counter is None or tensor[: starts[0]].count(id(t)) != 1:
+        return None
+    return [*(8 * place for place in places), without[grad], *counter, 8 * tensor.index(id(t))]
 
 
 def _write_counter() -> tuple[int, int] | None:
@@ -131,10 +137,22 @@ def _api() -> np.ndarray | None:
     if offsets is None:
         return None
     functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in _FUNCTIONS]
-    return np.array([*functions, *map(id, _OBJECTS), *offsets], np.int64)
+    return np.array([*functions, *map(id, _OBJECTS), *offsets, 0, 0, 0], np.int64)
 
 
 API = _api()
+
+
+def _knows_parts(t: Any) -> bool:
+    """Whether the compiled loop can find the part of a distributed tensor that is here."""
+    assert API is not None
+    if API[DISTRIBUTED] == 0:
+        words = _words(id(t), type(t).__basicsize__ // 8)
+        if words.count(id(t._local_tensor)) != 1 or words.count(id(t._spec)) != 1:
+            return False
+        API[PART], API[SPEC] = (8 * words.index(id(x)) for x in (t._local_tensor, t._spec))
+        API[DISTRIBUTED] = id(type(t))
+    return API[DISTRIBUTED] == id(type(t)) and type(t._local_tensor) is Tensor
 
 
 def _has_own_grad(p: Tensor) -> bool:
@@ -198,13 +216,14 @@ class Entries:
     def __init__(self, entries: Sequence[Entry], names: Sequence[str], absent: list[Tensor]) -> None:
         params, states = [e.param for e in entries], [e.state for e in entries]
         counts = [e.step if e.rule.saves_step else None for e in entries]
-        self._kept = params, states, counts, names, absent
+        specs = [getattr(e.grad, "_spec", None) for e in entries]
+        self._kept = params, states, counts, names, absent, specs
         columns = [_ids(params), _ids(states), np.array([*map(_version, states)], np.int64), _ids(counts)]
+        columns += [np.array([0 if spec is None else id(spec) for spec in specs], np.int64)]
         columns += [_ids(state[name] for state in states) for name in names]
         self._facts = np.stack(columns, 1)
         self._names, self._absent = _ids(names), _ids(absent)
-        tensors = [(e.param, e.param.grad, *(e.state[name] for name in names)) for e in entries]
-        self._tensors, self.addresses = _read(tensors)
+        self._tensors, self.addresses = _read([[*e.here.values()] for e in entries])
         # a count may be given other memory without becoming another object
         places = [(0, 0) if c is None else (c.data_ptr(), c.element_size()) for c in counts]
         self._counts = np.array(places, np.int64)
@@ -215,6 +234,11 @@ class Entries:
             return False
         dicts = all(e.param.dim() <= MOST_DIMS and isinstance(e.state, dict) for e in entries)
         dicts = dicts and all(_has_own_grad(e.param) for e in entries)
+        distributed = [e for e in entries if is_distributed(e.param)]
+        whole = [
+            t for e in distributed for t in (e.param, e.grad, *(e.state[n] for n in e.rule.states.values()))
+        ]
+        dicts = dicts and all(map(_knows_parts, whole))
         # a gradient that is not its parameter's is looked at by whoever hands it over
         return dicts and all(e.given is None for e in entries)
 

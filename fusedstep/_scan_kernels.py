@@ -15,8 +15,10 @@ from ._scan import (
     COUNT,
     COUNTER,
     DATA,
+    DISTRIBUTED,
     GET_ITEM,
     GRAD,
+    GRAD_SPEC,
     IMPL,
     KEYS,
     KIND_BYTES,
@@ -26,11 +28,14 @@ from ._scan import (
     NEXT,
     NO_GRAD,
     NONE,
+    OBJECT,
     PARAM,
     PARAMETER,
     PARAMS,
+    PART,
     SAME,
     SHAPE,
+    SPEC,
     STATE,
     STATES,
     STEP,
@@ -169,16 +174,30 @@ def _any_grad(api, params):
     return found != 0
 
 
+@_inline
+def _part(api, tensor):
+    """torch's tensor of the part of a distributed one that is here, 0 if that is not a plain one."""
+    if tensor == 0 or _word(tensor + _TYPE) != api[DISTRIBUTED]:
+        return 0
+    part = _word(tensor + api[PART])
+    return _word(part + api[IMPL]) if part != 0 and _word(part + _TYPE) == api[TENSOR] else 0
+
+
 @_compiled
 def scan_entries(api, facts, tensors, names, counts, absent, addresses):
     verdict = SAME
     for i in range(len(facts)):
         state, count = facts[i, STATE], facts[i, COUNT]
         unchanged = _is_unchanged(state, facts[i, VERSION])
-        impl = _word(facts[i, PARAM] + api[IMPL])
+        impl, spec = _word(facts[i, PARAM] + api[IMPL]), facts[i, GRAD_SPEC]
+        grad = _grad(api, impl)
+        if spec != 0:
+            impl, whole = _part(api, facts[i, PARAM]), grad
+            grad = 0 if whole == 0 else _part(api, _word(whole + api[OBJECT]))
+            if impl == 0 or grad == 0 or _word(_word(whole + api[OBJECT]) + api[SPEC]) != spec:
+                return UNSURE
         if not _is_still(api, impl, tensors, i, 0) or _lies_at(api, impl, tensors, i, 0) != addresses[i, 0]:
             return UNSURE
-        grad = _grad(api, impl)
         if grad == 0 or not _is_still(api, grad, tensors, i, 1):
             return UNSURE
         address = _lies_at(api, grad, tensors, i, 1)
@@ -188,9 +207,11 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
         for k in range(len(names)):
             # looking it up takes longer than all the rest
             tensor = facts[i, STATES + k] if unchanged else _item(api, state, names[k])
-            if tensor == 0 or _word(tensor + _TYPE) != api[TENSOR]:
+            if tensor == 0 or (spec == 0 and _word(tensor + _TYPE) != api[TENSOR]):
                 return UNSURE
-            impl = _word(tensor + api[IMPL])
+            impl = _word(tensor + api[IMPL]) if spec == 0 else _part(api, tensor)
+            if impl == 0:
+                return UNSURE
             if not _is_still(api, impl, tensors, i, 2 + k):
                 return UNSURE
             if _lies_at(api, impl, tensors, i, 2 + k) != addresses[i, 2 + k]:

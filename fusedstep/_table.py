@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
-from . import _scan
+from . import _scan, _shards
 from ._entry import Entry, Settings
 from ._layout import numel
 from ._passes import NORMS, Besides
@@ -48,7 +48,7 @@ class Bucket:
         self.entries, self.rows, self.engine = entries, rows, engine
         self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
         self.compute_dtype = compute_dtype(self.dtypes)
-        self.numels = np.array([numel(entry.param) for entry in entries], np.int64)
+        self.numels = np.array([numel(_shards.local(entry.param)) for entry in entries], np.int64)
         # set by every survey: what is written, entries that need a copy, the compiled look
         self.written: list[Tensor] = []
         self.staged: list[Entry] = []
@@ -118,6 +118,7 @@ class Table:
         self.clip = NORMS[self.besides.norm_type].clip if clips(hyper) else None
         by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
         self.entries = [entries[i] for i in by_bucket]
+        self.spreads = _shards.spreads([entry.param for entry in self.entries], by_bucket, self.device)
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
         self.host_rows = np.zeros((len(entries), width), np.int64)
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
@@ -177,12 +178,19 @@ class Table:
             for entry in bucket.staged:
                 entry.copy_in()
 
+    def sweep(self, k: int, skips: bool) -> None:
+        """Pass `k`, with its sums taken over all ranks that hold parts of a tensor."""
+        self.engine.sweep(self, k, skips)
+        kinds = "".join(kind for kind, _ in self.rule.all_passes[k].summed)
+        for spread in self.spreads if kinds else ():
+            _shards.add_up(self.sums[self.rule.rows(k)], kinds, spread)
+
     def update(self, amp: Amp) -> None:
         """Update everything live, in place."""
         skips = self.besides.guards or amp.found_inf is not None
         for k in range(1, 1 + len(self.rule.passes)):
             self.engine.prepare(self, amp, first=k == 1)
-            self.engine.sweep(self, k, skips)
+            self.sweep(k, skips)
         for bucket in self.buckets:
             for entry in bucket.staged:
                 entry.copy_out(self.besides.clears)
@@ -218,12 +226,15 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
 
 def step(tables: list[Table], amp: Amp) -> None:
     """One step of everything in these tables."""
+    if amp.found_inf is not None:
+        groups = {spread.group: spread for table in tables for spread in table.spreads}
+        amp = amp._replace(found_inf=_shards.agree(amp.found_inf, [*groups.values()])) if groups else amp
     amps = [amp.to(table.device) for table in tables]
     for table in tables:
         table.begin()
     if tables and tables[0].besides.measures:
         for table in tables:
-            table.engine.sweep(table, 0, skips=False)
+            table.sweep(0, skips=False)
         if len(tables) > 1:
             _exchange(tables)
     for table, there in zip(tables, amps, strict=True):

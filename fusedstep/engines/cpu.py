@@ -364,7 +364,7 @@ def sweep(table, k: int, skips: bool) -> None:
     if not skips or table.status.numpy()[SKIP] == 0:
         table.sweeps[k]()
     elif table.rule.all_passes[k].clears:
-        torch._foreach_zero_([entry.grad for entry in table.entries if entry.grad is not None])
+        torch._foreach_zero_([entry.here["g"] for entry in table.entries if entry.grad is not None])
 
 
 def _run(kernel: Any, job: np.ndarray, threads: int) -> None:

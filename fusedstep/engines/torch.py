@@ -96,17 +96,14 @@ def sweep(table, k: int, skips: bool) -> None:
         for row, (kind, at) in enumerate(a_pass.summed if results else ()):
             term = results[at]
             if term.numel():
-                total = _FOLDS[kind](term.to(sums.dtype))
-                # of a sharded tensor, over all its shards
-                sums[row, i] = total.full_tensor() if hasattr(total, "full_tensor") else total
+                sums[row, i] = _FOLDS[kind](term.to(sums.dtype))
 
 
 def _update(entry, a_pass, scalars: Any, skip: Tensor | None) -> tuple:
     """Update one parameter; returns what the pass gives out."""
     dtype = compute_dtype(entry.dtypes)
     scalars = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
-    stored = {"p": entry.param, "g": entry.grad}
-    stored |= {letter: entry.state[name] for letter, name in entry.rule.states.items()}
+    stored = entry.here
     known = [_real(stored[letter]).to(dtype) for letter in a_pass.loads]
     if "g" in a_pass.loads and not a_pass.raw:
         i = a_pass.loads.index("g")
