@@ -32,7 +32,7 @@ class Capture:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._rows = [table.host_rows.copy() for table in plan.tables]
-        self._uploads = [table.give_captured_rows() for table in plan.tables]
+        self._uploads = [table.captured_rows for table in plan.tables]
         params = [entry.param for table in plan.tables for entry in table.entries]
         self._grads = [p.grad for p in params]
         self._hooks = [
@@ -45,7 +45,7 @@ class Capture:
         """Raise if a step would not do what the captured one does."""
         if besides != self.plan.besides:
             raise RuntimeError(
-                "a CUDA graph has captured a step() with another zero_grad, skip_nonfinite, statistics or "
+                "a CUDA graph has captured step() with another zero_grad, skip_nonfinite, statistics or "
                 "GradScaler; call optimizer.release_graph() first, and do not replay the graph any more"
             )
         rows = [table.host_rows for table in self.plan.tables]

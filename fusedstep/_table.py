@@ -131,8 +131,9 @@ class Table:
         scalars = OWN + max(p.scalar_count for entry in entries for p in entry.rule.passes)
         scalars += len(self.rule.reports)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
-        # where a graph that captures a step will find them at every replay
-        self._captured_rows: Tensor | None = None
+        # where a graph finds them at every replay: the last one that captured a step, and the next one
+        self.captured_rows: Tensor | None = None
+        self._to_capture: Tensor | None = None
         self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
         # of every pass in turn, one row per sum
         self.sums = torch.zeros(self.rule.sums, len(entries), dtype=exact, device=self.device)
@@ -172,8 +173,8 @@ class Table:
 
     def begin(self) -> None:
         """Bring to the device what a step needs."""
-        if self._captured_rows is None and self.device.type == "cuda" and not is_capturing():
-            self._captured_rows = torch.empty_like(self.rows, device="cpu", pin_memory=True)
+        if self._to_capture is None and self.device.type == "cuda" and not is_capturing():
+            self._to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
         # on the host they are the same memory
         if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
             self._upload_rows()
@@ -185,19 +186,15 @@ class Table:
         captures = is_capturing()
         if not captures:
             upload(self.host_rows, self.rows)
-        elif self._captured_rows is None:
+        elif self._to_capture is None:
             raise RuntimeError("between two captures of a step() one must be taken that is not captured")
         else:
-            self._captured_rows.copy_(torch.from_numpy(self.host_rows))
-            self.rows.copy_(self._captured_rows, non_blocking=True)
+            self.captured_rows, self._to_capture = self._to_capture, None
+            self.captured_rows.copy_(torch.from_numpy(self.host_rows))
+            self.rows.copy_(self.captured_rows, non_blocking=True)
         for bucket in self.buckets:
             # a capture only says what a replay will do
             bucket.rows_changed = captures
-
-    def give_captured_rows(self) -> Tensor | None:
-        """Leave to a graph what it uploads."""
-        rows, self._captured_rows = self._captured_rows, None
-        return rows
 
     def update(self, amp: Amp) -> None:
         """Update everything live, in place."""
