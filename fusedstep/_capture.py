@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ._passes import Besides
-from ._plan import Plan
 from ._shards import local
-from ._table import is_capturing
+
+if TYPE_CHECKING:
+    from ._passes import Besides
+    from ._plan import Plan
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
 
 _WHAT_TO_DO = (
     "a replay would use the old one. Keep gradients where they are (zero_grad(set_to_none=False), "
@@ -26,6 +34,7 @@ class Capture:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._rows = [table.host_rows.copy() for table in plan.tables]
+        self._uploads = [table.captured_rows for table in plan.tables]
         params = [entry.param for table in plan.tables for entry in table.entries]
         self._grads = [p.grad for p in params]
         self._hooks = [
@@ -38,8 +47,8 @@ class Capture:
         """Raise if a step would not do what the captured one does."""
         if besides != self.plan.besides:
             raise RuntimeError(
-                f"a CUDA graph has captured step() with {self.plan.besides}, now it is {besides}; "
-                "call optimizer.release_graph() first, and do not replay the graph any more"
+                "a CUDA graph has captured step() with another zero_grad, skip_nonfinite, statistics or "
+                "GradScaler; call optimizer.release_graph() first, and do not replay the graph any more"
             )
         rows = [table.host_rows for table in self.plan.tables]
         if not self.plan.describes(optimizer, besides) or not all(map(np.array_equal, rows, self._rows)):
@@ -67,20 +76,34 @@ def _watch(address: int, p: Tensor) -> None:
         )
 
 
+def _telling(name: str) -> Callable:
+    """A method of dict that tells about the change, and takes it back if that is refused."""
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def change(self: Group, *args: Any, **kwargs: Any) -> Any:
+        before = dict(self)
+        result = method(self, *args, **kwargs)
+        try:
+            self.changed()
+        except Exception:
+            dict.clear(self)
+            dict.update(self, before)
+            raise
+        return result
+
+    return change
+
+
 class Group(dict):
     """A group of an optimizer that tells when an option is set."""
 
     def __init__(self, group: dict[str, Any], changed: Callable[[], None]) -> None:
         super().__init__(group)
-        self._changed = changed
+        self.changed = changed
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._changed()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        super().update(*args, **kwargs)
-        self._changed()
+    __setitem__, __delitem__, __ior__ = map(_telling, ("__setitem__", "__delitem__", "__ior__"))
+    update, setdefault, pop, popitem, clear = map(_telling, ("update", "setdefault", "pop", "popitem", "clear"))
 
     def __reduce__(self) -> tuple:
         # a copy belongs to no graph

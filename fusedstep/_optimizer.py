@@ -16,13 +16,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_h
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from . import engines
-from ._capture import Capture, Group
+from ._capture import Capture, Group, is_capturing
 from ._entry import Settings, state_dtype_for
 from ._passes import EMA, NORMS, Besides, Rule
 from ._plan import Plan
 from ._shards import local
 from ._statistics import Statistics, collected
-from ._table import CLIP_SCOPES, Amp, is_capturing
+from ._table import CLIP_SCOPES, Amp
 
 _WAYS = ("foreach", "capturable", "differentiable", "fused")
 TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
@@ -83,14 +83,14 @@ class Optimizer(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
         # step counts of rules that do not save them
         self.unsaved_steps: dict[Tensor, Tensor] = {}
+        # of the last step that came through
+        self._status: Tensor | None = None
         self._forget()
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
         """Start as a new optimizer does, that has taken no step."""
         self._plan: Plan | None = None
-        # of the last step that came through
-        self._status: Tensor | None = None
         self._capture: Capture | None = None
         self._shows_averages = False
 
@@ -180,6 +180,8 @@ class Optimizer(torch.optim.Optimizer):
                     "arguments, parameters and dtypes: take one, then capture"
                 )
             plan = Plan(self, besides, self._status)
+        if captures:
+            plan.check_capturable(self)
         plan.step(Amp(scale, found_inf))
         self._plan = plan
         if plan.tables:
@@ -187,7 +189,8 @@ class Optimizer(torch.optim.Optimizer):
         if captures:
             self.release_graph()
             self._capture = Capture(plan)
-            self.param_groups[:] = [Group(group, self._options_changed) for group in self.param_groups]
+            for i, group in enumerate(self.param_groups):
+                self.param_groups[i] = Group(group, functools.partial(self._option_changed, i))
         if zero_grad and set_to_none:
             for group in self.param_groups:
                 for p in group["params"]:
@@ -209,9 +212,10 @@ class Optimizer(torch.optim.Optimizer):
         return torch.tensor(False) if self._status is None else self._status[engines.SKIP] != 0
 
     @property
-    def _found_nonfinite(self) -> Tensor:
-        """The same as a GradScaler wants it, 1 or 0; what the next step finds comes to the same memory."""
-        return torch.tensor(0.0) if self._status is None else self._status[engines.SKIP]
+    def _found_nonfinite(self) -> Tensor | None:
+        """The same for a GradScaler, as a number that it may add to; None if the step had no gradients."""
+        tables = self._plan.tables if self._plan is not None else ()
+        return tables[0].status[engines.FOUND] if tables else None
 
     @property
     def skipped_steps(self) -> Tensor:
@@ -230,8 +234,11 @@ class Optimizer(torch.optim.Optimizer):
         >>> seen.grad_norm.item(), round(seen.clip_factor.item(), 4), round(seen.update_norm.item(), 4)
         (5.0, 0.2, 0.5)
         """
-        if self._plan is None or not self._plan.besides.reports:
-            raise RuntimeError("no step has collected statistics; construct with statistics=True, then step()")
+        if self._plan is None or not self._plan.besides.reports or not self._plan.tables:
+            raise RuntimeError(
+                "the last step has collected no statistics; construct with statistics=True, then step() with "
+                "gradients"
+            )
         return collected(self._plan.tables, [p for group in self.param_groups for p in group["params"]])
 
     @contextlib.contextmanager
@@ -266,10 +273,10 @@ class Optimizer(torch.optim.Optimizer):
             torch._foreach_copy_(params, kept)
             self._shows_averages = False
 
-    def _options_changed(self) -> None:
+    def _option_changed(self, i: int) -> None:
         """A replay does not ask for the options of groups: bring them to the device when they change."""
         if self._capture is not None and not is_capturing():
-            self._capture.plan.refresh_options(self)
+            self._capture.plan.refresh_group(self, i)
 
     def release_graph(self) -> None:
         """Forget that a CUDA graph has captured `step()`, which must not be replayed any more."""
@@ -301,6 +308,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
         for group in self.param_groups:

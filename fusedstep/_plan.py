@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from . import _scan
+from ._capture import is_capturing
 from ._entry import Entry, Known, make_entry
 from ._passes import Besides, complete
-from ._table import Amp, clips, is_capturing, make_tables, step, upload
+from ._table import Amp, clips, make_tables, step, upload
 from .engines import OPTIONS, SKIPPED
 
 _params = itemgetter("params")
@@ -40,8 +41,27 @@ def _numbers(option: Any, group: int) -> Iterable[float | Tensor]:
             raise TypeError(message) from error
 
 
+def _values(optimizer: Any) -> Iterable[Any]:
+    """All options of all groups, pairs one by one."""
+    for group in optimizer.param_groups:
+        for value in map(group.get, optimizer.all_options):
+            yield from value if isinstance(value, tuple) else (value,)
+
+
+# group, column and value of a hyper-parameter that lives on a device
+Cell = tuple[int, int, Tensor]
+
+
+def _place(cell: Cell) -> tuple[int, int, int]:
+    return *cell[:2], cell[2].data_ptr()
+
+
 class Plan:
     """The tables of an optimizer, and whether they still describe it."""
+
+    _hyper: np.ndarray
+    _cells: list[Cell]
+    _volatile: bool
 
     # what is made here is written later, in whatever mode
     @torch.inference_mode(False)
@@ -91,7 +111,7 @@ class Plan:
     def _record(self, optimizer: Any) -> None:
         """Remember what the optimizer holds now, for the next step to compare."""
         groups, state = optimizer.param_groups, optimizer.state
-        self._states = [*state.values()]
+        self._states = [values for values in state.values() if values]
         self._scan = None
         if _scan.Groups.can_read(groups, state):
             options = () if self._volatile else optimizer.all_options
@@ -115,23 +135,50 @@ class Plan:
 
     def _holds(self, optimizer: Any) -> bool:
         """Whether the optimizer has the parameters and states it had, looked at in Python."""
-        members, state = [*map(_params, optimizer.param_groups)], optimizer.state
+        members = [*map(_params, optimizer.param_groups)]
+        # whoever asks for the state of a parameter without one leaves an empty dict
+        states = [values for values in optimizer.state.values() if values]
         return (
             [*map(len, members)] == [*map(len, self._members)]
             and all(map(is_, chain.from_iterable(members), chain.from_iterable(self._members)))
-            and len(state) == len(self._states)
-            and all(map(is_, state.values(), self._states))
+            and len(states) == len(self._states)
+            and all(map(is_, states, self._states))
             and all(p.grad is None for p in self._pending)
         )
 
     def refresh_options(self, optimizer: Any) -> bool:
+        """Bring to the device what has changed in the groups' options; False if they need another plan."""
         if [*map(optimizer.kind, optimizer.param_groups)] != self._kinds:
             return False
-        before = self._hyper, [cell[:2] for cell in self._cells]
+        before = self._hyper, self._cells, self._volatile
         self._read_options(optimizer)
         if clips(before[0]) != clips(self._hyper):
+            self._hyper, self._cells, self._volatile = before
             return False
-        if not np.array_equal(before[0], self._hyper) or before[1] != [cell[:2] for cell in self._cells]:
+        self._upload_options(*before[:2])
+        return True
+
+    def refresh_group(self, optimizer: Any, i: int) -> None:
+        """The same for one group, between replays of a captured step."""
+        group, hyper = optimizer.param_groups[i], self._hyper.copy()
+        hyper[i], cells = self._row(optimizer, i)
+        if optimizer.kind(group) != self._kinds[i] or clips(hyper) != clips(self._hyper):
+            raise RuntimeError(
+                "a CUDA graph has captured step(), and this option makes it another one; call "
+                "optimizer.release_graph() first, and capture anew afterwards"
+            )
+        if [*map(_place, cells)] != [_place(cell) for cell in self._cells if cell[0] == i]:
+            raise RuntimeError(
+                "a CUDA graph has captured step(), and reads options that were tensors from them; fill them in "
+                "place instead of setting others, or call optimizer.release_graph() and capture anew"
+            )
+        before, self._hyper = self._hyper, hyper
+        self._upload_options(before, self._cells)
+
+    def _upload_options(self, hyper: np.ndarray, cells: list[Cell]) -> None:
+        """Copy to the device unless these were there already."""
+        same = [cell[:2] for cell in cells] == [cell[:2] for cell in self._cells]
+        if not same or not np.array_equal(hyper, self._hyper):
             if is_capturing():
                 raise RuntimeError(
                     "an option of a group has changed since the last step, and cannot be brought to the device "
@@ -141,34 +188,39 @@ class Plan:
             for table in self.tables:
                 upload(self._hyper, table.hyper)
         self._copy_cells()
-        return True
 
     def _read_options(self, optimizer: Any) -> None:
         """Hyper-parameters as a matrix, a row per group, in the columns that engines know."""
-        self._cells: list[tuple[int, int, Tensor]] = []
-        options = [*map(optimizer.options_of, optimizer.param_groups)]
-        limits = [*map(optimizer.limit, optimizer.param_groups)]
-        averages = [group.get("ema_decay") for group in optimizer.param_groups]
+        rows, cells = zip(*(self._row(optimizer, i) for i in range(len(self._kinds))), strict=True)
+        self._hyper = np.array(rows, np.float64)
+        self._cells = [*chain.from_iterable(cells)]
         # anything but numbers and words and tuples of them may change in place, and is read anew every step
-        parts = chain.from_iterable(
-            v if isinstance(v, tuple) else (v,) for row in (limits, averages, *options) for v in row
-        )
-        self._volatile = not all(isinstance(v, (int, float, str, type(None))) for v in parts)
-        hyper = []
-        for i, (maximize, *values) in enumerate(options):
-            row = [-1.0 if maximize else 1.0]
-            values = [optimizer.number(*named) for named in zip(optimizer.options, values, strict=False)]
-            common = [0 if value is None else value for value in (limits[i], optimizer.clip_eps, averages[i])]
-            for value in chain.from_iterable(_numbers(v, i) for v in (*common, *values)):
-                if isinstance(value, Tensor):
-                    self._cells.append((i, len(row), value))
+        self._volatile = not all(isinstance(v, (int, float, str, type(None))) for v in _values(optimizer))
+
+    def _row(self, optimizer: Any, i: int) -> tuple[list[float], list[Cell]]:
+        """A group's numbers, and which of them live on a device."""
+        group, (rule, _) = optimizer.param_groups[i], self._kinds[i]
+        maximize, *values = optimizer.options_of(group)
+        values = [optimizer.number(*named) for named in zip(optimizer.options, values, strict=False)]
+        common = optimizer.limit(group), optimizer.clip_eps, group.get("ema_decay")
+        row, cells = [-1.0 if maximize else 1.0], []
+        for value in (*(0 if value is None else value for value in common), *values):
+            for number in _numbers(value, i):
+                if isinstance(number, Tensor):
+                    cells.append((i, len(row), number))
                 # not 0, which for some means off
-                row.append(1.0 if isinstance(value, Tensor) else value)
-            rule, _ = self._kinds[i]
-            if len(row) != OPTIONS + rule.scalars.__code__.co_argcount - 1 - len(rule.inputs):
-                raise ValueError(f"group {i} has too many or too few numbers in its options: {values}")
-            hyper.append(row)
-        self._hyper = np.array(hyper, np.float64)
+                row.append(1.0 if isinstance(number, Tensor) else number)
+        if len(row) != OPTIONS + rule.scalars.__code__.co_argcount - 1 - len(rule.inputs):
+            raise ValueError(f"group {i} has too many or too few numbers in its options: {values}")
+        return row, cells
+
+    def check_capturable(self, optimizer: Any) -> None:
+        """Raise where a replay could not see an option change."""
+        if any(isinstance(value, Tensor) and value.device.type == "cpu" for value in _values(optimizer)):
+            raise RuntimeError(
+                "an option of a group is a tensor on the CPU, which a CUDA graph would not read again; use a "
+                "number, or a tensor on the device"
+            )
 
     def _copy_cells(self) -> None:
         """Hyper-parameters that live on a device stay there."""

@@ -30,16 +30,20 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         finds_out = isinstance(optimizer, Optimizer) and optimizer._step_supports_amp_scaling
+        if not self.is_enabled() or not finds_out or "closure" in kwargs:
+            return super().step(optimizer, *args, **kwargs)
         state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
-        if not (self.is_enabled() and finds_out and state["stage"] is OptState.READY) or "closure" in kwargs:
+        if state["stage"] is not OptState.READY:
             return super().step(optimizer, *args, **kwargs)
         self._check_scale_growth_tracker("step")
         scale: Any = self._get_scale_async()
-        optimizer.grad_scale = scale
+        preset = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = scale if preset is None else scale * preset
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale
-        state["found_inf_per_device"] = {scale.device: optimizer._found_nonfinite.to(scale.device)}
+        found = optimizer._found_nonfinite
+        state["found_inf_per_device"] = {} if found is None else {scale.device: found.to(scale.device)}
         state["stage"] = OptState.STEPPED
         return result

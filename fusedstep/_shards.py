@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def is_distributed(t: Tensor) -> bool:
+def is_distributed(t: Any) -> bool:
     # nobody has one before it is imported, which takes a while
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
@@ -29,7 +29,7 @@ def local(t: Any) -> Any:
     return part.wait() if hasattr(part, "wait") else part
 
 
-def like(part: Tensor, p: Tensor) -> Tensor:
+def like(part: Tensor, p: Any) -> Tensor:
     """A tensor that is distributed as `p` is, and of which `part` is here."""
     if not is_distributed(p):
         return part
@@ -40,14 +40,14 @@ def like(part: Tensor, p: Tensor) -> Tensor:
     )
 
 
-def lies_alike(a: Tensor, b: Tensor) -> bool:
+def lies_alike(a: Any, b: Any) -> bool:
     """Whether two tensors are distributed in the same way."""
     if not is_distributed(a) or not is_distributed(b):
         return is_distributed(a) == is_distributed(b)
     return a.placements == b.placements and a.device_mesh == b.device_mesh
 
 
-def check(p: Tensor, g: Tensor, owner: str) -> None:
+def check(p: Any, g: Any, owner: str) -> None:
     """Raise where a parameter and its gradient are not distributed so that parts can be updated."""
     for t, what in ((p, "parameter"), (g, "gradient")):
         if is_distributed(t) and any(placement.is_partial() for placement in t.placements):
@@ -67,8 +67,8 @@ def check_norms(p: Tensor, owner: str) -> None:
     """Raise where the norm of a whole tensor cannot be had."""
     if getattr(p, "_fsdp_flattened", False):
         raise RuntimeError(
-            f"{owner} needs norms of whole tensors, and FSDP1 has cut and joined them without saying where; use "
-            "FSDP2 (torch.distributed.fsdp.fully_shard), or for clipping FSDP1's own clip_grad_norm_"
+            f"{owner} needs norms of whole tensors, and FSDP1 has cut and joined them without saying where; "
+            "use FSDP2 (torch.distributed.fsdp.fully_shard), or for clipping FSDP1's own clip_grad_norm_"
         )
 
 
@@ -81,7 +81,7 @@ class Spread(NamedTuple):
     rows: Tensor
 
 
-def spreads(params: Sequence[Tensor], order: Sequence[int], device: torch.device) -> list[Spread]:
+def spreads(params: Sequence[Any], order: Sequence[int], device: torch.device) -> list[Spread]:
     """Of a table with these parameters: all process groups, in the same order on all ranks."""
     found: dict[Any, tuple[str, list[int]]] = {}
     for i in sorted(range(len(params)), key=order.__getitem__):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ._table import Table
+from ._table import Table, upload
 from .engines import GRADIENT, LIVE, SCALE, SKIP
 
 
@@ -63,13 +64,15 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
     """From the tables of an optimizer with these parameters."""
     device, norm_type = tables[0].device, tables[0].besides.norm_type
     where = {id(p): i for i, p in enumerate(params)}
-    order = torch.tensor([where[id(entry.param)] for table in tables for entry in table.entries]).to(device)
+    order = np.array([where[id(entry.param)] for table in tables for entry in table.entries])
+    places = torch.empty(len(order), dtype=torch.int64, device=device)
+    upload(order, places)
     by_table = [_of_table(table) for table in tables]
     of_rows = {name: torch.cat([found[name].to(device) for found in by_table]) for name in by_table[0]}
     live = of_rows.pop("live")
     each: dict[str, Any] = {"trust_ratios": None}
     for name, values in of_rows.items():
-        each[name] = values.new_full((len(params),), torch.nan).index_copy_(0, order, values)
+        each[name] = values.new_full((len(params),), torch.nan).index_copy_(0, places, values)
 
     def measured(name: str, otherwise: float) -> Tensor:
         return torch.where(live, of_rows[name], otherwise)

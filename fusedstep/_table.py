@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
 from . import _scan, _shards
+from ._capture import is_capturing
 from ._entry import Entry, Settings
 from ._layout import numel
 from ._passes import NORMS, Besides
-from .engines import FULL, GROUP, LIMIT, LIVE, NUMEL, OWN, POINTERS, SEGMENT, SKIPPED, compute_dtype
+from .engines import FOUND, FULL, GROUP, LIMIT, LIVE, NUMEL, OWN, POINTERS, SEGMENT, compute_dtype
 
 
 class Amp(NamedTuple):
@@ -38,7 +39,9 @@ class Amp(NamedTuple):
     def to(self, device: torch.device) -> Amp:
         if self.scale is None and self.found_inf is None:
             return self
-        return Amp(*(t if t is None else t.to(device, non_blocking=True) for t in self))
+        # what comes to the host must have arrived before it is read there
+        waits = device.type == "cpu"
+        return Amp(*(t if t is None else t.to(device, non_blocking=not waits) for t in self))
 
 
 class Bucket:
@@ -129,14 +132,16 @@ class Table:
         scalars = OWN + max(p.scalar_count for entry in entries for p in entry.rule.passes)
         scalars += len(self.rule.reports)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
-        self._captured_rows = torch.empty_like(self.rows, device="cpu", pin_memory=self.device.type == "cuda")
+        # where a graph finds them at every replay: the last one that captured a step, and the next one
+        self.captured_rows: Tensor | None = None
+        self._to_capture: Tensor | None = None
         self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
         # of every pass in turn, one row per sum
         self.sums = torch.zeros(self.rule.sums, len(entries), dtype=exact, device=self.device)
         # what was measured of all gradients that may be clipped together, and who goes with whom
         self.everyone = self.sums[self.rule.rows(0)], torch.from_numpy(self.segments).to(self.device)
         # numbers that a GradScaler can be given
-        self.status = torch.zeros(SKIPPED + 1, dtype=torch.float32, device=self.device)
+        self.status = torch.zeros(FOUND + 1, dtype=torch.float32, device=self.device)
         self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
         self.steps = self._adopt_steps()
         # the engine's own: how it prepares scalars, and makes a pass
@@ -169,11 +174,11 @@ class Table:
 
     def begin(self) -> None:
         """Bring to the device what a step needs."""
+        if self._to_capture is None and self.device.type == "cuda" and not is_capturing():
+            self._to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
         # on the host they are the same memory
         if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
-            upload(self.host_rows, self.rows, self._captured_rows)
-            for bucket in self.buckets:
-                bucket.rows_changed = False
+            self._upload_rows()
         for bucket in self.buckets:
             for entry in bucket.staged:
                 entry.copy_in()
@@ -184,6 +189,20 @@ class Table:
         kinds = "".join(kind for kind, _ in self.rule.all_passes[k].summed)
         for spread in self.spreads if kinds else ():
             _shards.add_up(self.sums[self.rule.rows(k)], kinds, spread)
+
+    def _upload_rows(self) -> None:
+        captures = is_capturing()
+        if not captures:
+            upload(self.host_rows, self.rows)
+        elif self._to_capture is None:
+            raise RuntimeError("between two captures of a step() one must be taken that is not captured")
+        else:
+            self.captured_rows, self._to_capture = self._to_capture, None
+            self.captured_rows.copy_(torch.from_numpy(self.host_rows))
+            self.rows.copy_(self.captured_rows, non_blocking=True)
+        for bucket in self.buckets:
+            # a capture only says what a replay will do
+            bucket.rows_changed = captures
 
     def update(self, amp: Amp) -> None:
         """Update everything live, in place."""
@@ -256,17 +275,9 @@ def _exchange(tables: list[Table]) -> None:
         torch.cat(parts, 1, out=table.everyone[0])
 
 
-def upload(host: np.ndarray, device: Tensor, captured: Tensor | None = None) -> None:
-    """Copy to the device; `captured` is where a graph that is being captured will find it at every replay."""
+def upload(host: np.ndarray, device: Tensor) -> None:
     source = torch.from_numpy(host).to(device.dtype)
-    if device.is_cuda and captured is not None and is_capturing():
-        source = captured.copy_(source)
-    elif device.is_cuda:
+    if device.is_cuda:
         # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
         source = source.pin_memory()
     device.copy_(source, non_blocking=True)
-
-
-def is_capturing() -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -32,8 +32,9 @@ LIVE, GROUP, SEGMENT, NUMEL, FULL, POINTERS = range(6)
 SIGN, LIMIT, LIMIT_EPS, AVERAGE, OPTIONS = range(5)
 # columns of the scalars: what a gradient is multiplied with, what an average keeps and takes, then the rule's
 GRADIENT, KEEP, RATE, OWN = range(4)
-# of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped
-SKIP, SCALE, SKIPPED = range(3)
+# of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
+# the first again, for a GradScaler
+SKIP, SCALE, SKIPPED, FOUND = range(4)
 
 _DEFAULT = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
 

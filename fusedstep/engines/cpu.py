@@ -34,6 +34,7 @@ from .._cache import kept_on_disk
 from .._rules import bind
 from . import (
     AVERAGE,
+    FOUND,
     GRADIENT,
     GROUP,
     KEEP,
@@ -125,7 +126,7 @@ def _prepare(
     measured, segments = everyone
     if first:
         skip = found_inf or (guards and measured[1].sum() != 0)
-        status[SKIP], status[SCALE] = skip, scale
+        status[SKIP], status[FOUND], status[SCALE] = skip, skip, scale
         status[SKIPPED] += skip
     totals = np.zeros(segments.max() + 1 if clips else 0)
     if clips:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _scalars
 from .._rules import bind
-from . import GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype
+from . import FOUND, GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype
 
 BY_ADDRESS = False
 
@@ -52,7 +52,7 @@ def prepare(table, amp, first: bool) -> None:
         skip = table.status.new_zeros(()) if amp.found_inf is None else amp.found_inf != 0
         if table.besides.guards:
             skip = skip + table.everyone[0][1].sum() != 0
-        table.status[SKIP] = skip
+        table.status[SKIP] = table.status[FOUND] = skip
         table.status[SCALE] = 1 if amp.scale is None else amp.scale
         table.status[SKIPPED] += table.status[SKIP]
         if table.counts:

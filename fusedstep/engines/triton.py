@@ -22,9 +22,11 @@ import triton
 import triton.language as tl
 
 from .. import _scalars
+from .._capture import is_capturing
 from .._rules import bind
 from . import (
     AVERAGE,
+    FOUND,
     FULL,
     GRADIENT,
     GROUP,
@@ -68,7 +70,7 @@ _LIVE, _GROUP, _SEGMENT, _NUMEL, _FULL, _POINTERS = map(
 )
 _SIGN, _LIMIT, _LIMIT_EPS, _AVERAGE, _OPTIONS = map(tl.constexpr, (SIGN, LIMIT, LIMIT_EPS, AVERAGE, OPTIONS))
 _GRADIENT, _KEEP, _RATE, _OWN = map(tl.constexpr, (GRADIENT, KEEP, RATE, OWN))
-_SKIP, _SCALE, _SKIPPED = map(tl.constexpr, (SKIP, SCALE, SKIPPED))
+_SKIP, _SCALE, _SKIPPED, _FOUND = map(tl.constexpr, (SKIP, SCALE, SKIPPED, FOUND))
 
 
 @triton.jit
@@ -204,6 +206,7 @@ def _prepare(
         # all programs find the same: one tells
         tells = t == 0
         tl.store(status + _SKIP + t, skip.to(tl.float32), tells)
+        tl.store(status + _FOUND + t, skip.to(tl.float32), tells)
         tl.store(status + _SCALE + t, scaled.to(tl.float32), tells)
         skipped = tl.load(status + _SKIPPED + t, tells, other=0)
         tl.store(status + _SKIPPED + t, skipped + skip.to(tl.float32), tells)
@@ -550,6 +553,11 @@ class _Launch:
         elif self._grid[0]:
             key = tuple([t if t is None else t.dtype for t in optional])
             if key not in self._compiled:
+                if is_capturing():
+                    raise RuntimeError(
+                        "a CUDA graph can capture a step() with grad_scale or found_inf only after one with "
+                        "them that was not captured: take one, then capture"
+                    )
                 self._compiled[key] = self._compile(optional)
             self._compiled[key](*self._addresses, *map(_address, optional), *self._constants)
 
