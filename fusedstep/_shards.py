@@ -96,7 +96,8 @@ def spreads(params: Sequence[Any], order: Sequence[int], device: torch.device) -
 def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
     """Make sums over the parts that are here those over all ranks of a process group."""
     mine = sums[:, spread.rows]
-    for kind in {*kinds}:
+    # in the same order on all ranks
+    for kind in sorted({*kinds}):
         rows = [i for i, k in enumerate(kinds) if k == kind]
         vector = mine[rows].to(spread.device)
         if kind == "+":
