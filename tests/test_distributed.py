@@ -1,0 +1,850 @@
+"""Ranks that hold parts of tensors, or copies: together they do what one process does with the whole."""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import fusedstep
+from fusedstep import engines
+from tests import ranks, reference
+from tests.cases import CASES, KINDS, Case, name_of
+from tests.numerics import assert_alike
+
+NAN, INF = float("nan"), float("inf")
+_ADAMW = fusedstep.AdamW, torch.optim.AdamW, reference.adamw
+_SGD = fusedstep.SGD, torch.optim.SGD, reference.sgd
+_LIMIT = {"lr": 1e-2, "max_grad_norm": 0.5}
+_ALL = {**_LIMIT, "skip_nonfinite": True, "ema_decay": 0.9, "statistics": True}
+MORE = [
+    Case("adamw-clipped", *_ADAMW, _LIMIT),
+    Case("adamw-largest", *_ADAMW, {**_LIMIT, "norm_type": INF}),
+    Case("adamw-guarded", *_ADAMW, {"lr": 1e-2, "skip_nonfinite": True}),
+    Case("adamw-averaged", *_ADAMW, {"lr": 1e-2, "ema_decay": 0.9}),
+    Case("adamw-measured", *_ADAMW, {"lr": 1e-2, "statistics": True}),
+    Case("adamw-everything", *_ADAMW, _ALL),
+    Case("sgd-everything", *_SGD, {**_ALL, "momentum": 0.9, "norm_type": INF}),
+]
+_LAMB = next(case for case in CASES if case.name == "lamb")
+MORE += [_LAMB._replace(name="lamb-measured", options={**_LAMB.options, "statistics": True})]
+MORE += [case for case in CASES if case.name in ("lamb-unclipped", "bert-adam-linear", "bert-adam-poly")]
+cases = pytest.mark.parametrize("case", [*KINDS, *MORE], ids=name_of)
+kinds = pytest.mark.parametrize("case", KINDS, ids=name_of)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ranks.world(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def four():
+    with ranks.world(4) as world:
+        yield world
+
+
+def rank():
+    return torch.distributed.get_rank()
+
+
+def whole(t):
+    return t.full_tensor().detach() if isinstance(t, DTensor) else t.detach()
+
+
+def part(t):
+    return t.to_local().detach() if isinstance(t, DTensor) else t.detach()
+
+
+def assert_close(a, b, tolerance=1e-6):
+    """By the largest element."""
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def assert_same_statistics(a, b):
+    for name, x, y in zip(a._fields, a, b, strict=True):
+        assert (x is None) == (y is None), name
+        if x is not None:
+            torch.testing.assert_close(
+                x, y, rtol=1e-6, atol=1e-9, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def warm(case, dtype=torch.float32):
+    """Compile here what all ranks would compile at the same time."""
+    p = nn.Parameter(torch.ones(3, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    case.ours([p], **case.options).step()
+
+
+# parameters that are given
+
+
+class Layout(NamedTuple):
+    """How parameters of these shapes are distributed: each over a mesh, or not at all."""
+
+    name: str
+    sizes: tuple
+    placements: tuple
+    # every other one is plain, or on a mesh of one dimension
+    others: str = ""
+
+    def place(self, i, t):
+        t, placements = t.clone(), self.placements
+        if self.others == "plain" and i % 2:
+            return t
+        if self.others == "meshes" and i % 2:
+            return distribute_tensor(t, ranks.mesh(4), placements[:1], src_data_rank=None)
+        if self.others == "crossed" and i % 2:
+            placements = placements[::-1]
+        placements = [p if isinstance(p, Replicate) or p.dim < t.dim() else Replicate() for p in placements]
+        return distribute_tensor(t, ranks.mesh(*self.sizes), placements, src_data_rank=None)
+
+
+ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
+LAYOUTS = [
+    Layout("rows", (4,), (ROWS,)),
+    Layout("columns", (4,), (COLUMNS,)),
+    Layout("replicated", (4,), (COPIES,)),
+    Layout("hybrid", (2, 2), (COPIES, ROWS)),
+    Layout("two-dims", (2, 2), (ROWS, COLUMNS)),
+    Layout("one-dim-twice", (2, 2), (ROWS, ROWS)),
+    Layout("tensor-parallel", (2, 2), (ROWS, COPIES), "crossed"),
+    Layout("mixed", (4,), (ROWS,), "plain"),
+    Layout("several-meshes", (2, 2), (ROWS, COLUMNS), "meshes"),
+]
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+# over four ranks: even, uneven, with empty parts, mostly empty, and what no dimension cuts
+SHAPES = [(8, 6), (5, 7), (3, 4), (1, 9), (6,), (40, 30), (1,)]
+
+
+class Pair:
+    """The same optimizer over distributed and over whole tensors."""
+
+    def __init__(self, layout, case, dtype=torch.float32, **options):
+        self.layout = layout
+        start = [torch.randn(shape).to(dtype) for shape in SHAPES]
+        self.whole = [nn.Parameter(t.clone()) for t in start]
+        self.parts = [nn.Parameter(layout.place(i, t)) for i, t in enumerate(start)]
+        self.ours = case.ours(self.parts, **case.options, **options)
+        self.one = case.ours(self.whole, **case.options, **options)
+
+    def give_gradients(self, scale=1.0, bad=None):
+        for i, (p, q) in enumerate(zip(self.parts, self.whole, strict=True)):
+            q.grad = (scale * torch.randn(q.shape)).to(q.dtype)
+            if bad is not None and i == 0:
+                # in one rank's part, where there are parts
+                q.grad[0, 0] = bad
+            p.grad = self.layout.place(i, q.grad)
+
+    def step(self, scale=1.0, bad=None):
+        self.give_gradients(scale, bad)
+        self.ours.step()
+        self.one.step()
+
+    def states(self):
+        for p, q in zip(self.parts, self.whole, strict=True):
+            assert self.ours.state[p].keys() == self.one.state[q].keys()
+            for name, ours in self.ours.state[p].items():
+                yield name, p, ours, self.one.state[q][name]
+
+    def assert_alike(self, case):
+        """Of every tensor the part that is here: all of them would take ranks a while."""
+        for i, (p, q) in enumerate(zip(self.parts, self.whole, strict=True)):
+            assert_alike(case, part(p), part(self.layout.place(i, q.detach())))
+            for name, state in self.ours.state[p].items():
+                if name != "step":
+                    assert_close(part(state), part(self.layout.place(i, self.one.state[q][name])))
+        assert all(ours == theirs for name, _, ours, theirs in self.states() if name == "step")
+
+
+def given_parameters(layout, case):
+    pair = Pair(layout, case)
+    guarded = case.options.get("skip_nonfinite")
+    for scale, bad in ((1.0, None), (0.001, None), (100.0, NAN if guarded else None), (10.0, None)):
+        pair.step(scale, bad)
+        if case.options.get("statistics"):
+            assert_same_statistics(pair.ours.statistics(), pair.one.statistics())
+    pair.assert_alike(case)
+    assert pair.ours.skipped_steps == pair.one.skipped_steps == (1 if guarded else 0)
+    for name, p, state, _ in pair.states():
+        if name != "step":
+            assert type(state) is type(p.data), name
+            if isinstance(p, DTensor):
+                assert state.device_mesh == p.device_mesh
+                assert state.placements == p.placements
+                assert (state.shape, state.stride()) == (p.shape, p.stride())
+    assert {table.engine for table in pair.ours._plan.tables} == {engines._load("cpu", "cpu")[0]}
+    assert all(bucket._scan is not None for table in pair.ours._plan.tables for bucket in table.buckets)
+
+
+@layouts
+@cases
+def test_parts_are_stepped_as_the_whole(four, layout, case):
+    warm(case)
+    four.run(given_parameters, layout, case)
+
+
+def stepped_quietly():
+    pair = Pair(LAYOUTS[0], KINDS[3])
+    pair.step()
+    plan = pair.ours._plan
+    looks = []
+    (bucket,) = plan.tables[0].buckets
+    bucket.survey = lambda: looks.append(1) or True
+    pair.ours.step()
+    assert pair.ours._plan is plan
+    assert not looks
+
+
+def test_a_quiet_step_is_seen_by_the_compiled_look(four):
+    four.run(stepped_quietly)
+
+
+def of_dtype(layout, case, dtype, engine):
+    pair = Pair(layout, case, dtype, engine=engine)
+    for scale in (1.0, 0.001, 100.0):
+        pair.step(scale)
+    pair.assert_alike(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("case", [KINDS[1], KINDS[5]], ids=name_of)
+def test_parts_of_any_dtype_are_stepped_as_the_whole(four, case, dtype):
+    warm(case, dtype)
+    four.run(of_dtype, LAYOUTS[0], case, dtype, None)
+
+
+@pytest.mark.parametrize("case", [KINDS[1], KINDS[5]], ids=name_of)
+def test_every_engine_steps_parts(two, case, engine):
+    if engine != "cpu":
+        two.run(of_dtype, Layout("", (2,), (ROWS,)), case, torch.float32, engine)
+
+
+def lying_otherwise_on_one_rank(case):
+    """Where rows come in another order there, and some are stepped on copies."""
+    start = [torch.randn(4, 6, dtype=torch.float32 if i % 2 else torch.float64) for i in range(4)]
+    found = []
+    for torn in (False, True):
+        params = []
+        for i, t in enumerate(start):
+            part = t[2 * rank() : 2 * rank() + 2].clone()
+            if torn and rank() == 0 and i < 2:
+                part = torch.empty(2, 12, dtype=t.dtype)[:, ::2].copy_(part)
+            part = DTensor.from_local(part, ranks.mesh(2), [ROWS], run_check=False, shape=(4, 6), stride=(6, 1))
+            params.append(nn.Parameter(part))
+        optimizer = case.ours(params, **case.options)
+        for i in range(3):
+            torch.manual_seed(i)
+            for p in params:
+                p.grad = distribute_tensor(torch.randn(4, 6).to(p.dtype), ranks.mesh(2), [ROWS])
+            optimizer.step()
+        found.append([whole(p) for p in params])
+    for p, q in zip(*found, strict=True):
+        assert_alike(case, p, q)
+
+
+@pytest.mark.parametrize("case", [KINDS[1], KINDS[5], MORE[5]], ids=name_of)
+def test_parts_may_lie_otherwise_on_one_rank(two, case):
+    two.run(lying_otherwise_on_one_rank, case)
+
+
+def arriving_later():
+    from torch.distributed._functional_collectives import all_reduce
+
+    mesh, params = ranks.mesh(2), []
+    for waits in (False, True):
+        p = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [ROWS]))
+        optimizer = fusedstep.AdamW([p], lr=0.1, max_grad_norm=0.1)
+        for i in range(3):
+            g = all_reduce(torch.full((2, 3), 1.0 + i + rank()), "sum", mesh.get_group())
+            assert type(g) is not torch.Tensor
+            g = g.wait() if waits else g
+            p.grad = DTensor.from_local(g, mesh, [ROWS], run_check=False)
+            optimizer.step()
+        params.append(whole(p))
+    assert torch.equal(*params)
+
+
+def test_gradients_that_are_still_on_their_way_are_waited_for(two):
+    two.run(arriving_later)
+
+
+def copied():
+    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[5])
+    pair.step()
+    twin = copy.deepcopy(pair.ours)
+    pair.give_gradients()
+    for p, q in zip(pair.parts, twin.param_groups[0]["params"], strict=True):
+        q.grad = p.grad.clone()
+    pair.ours.step()
+    twin.step()
+    for p, q in zip(pair.parts, twin.param_groups[0]["params"], strict=True):
+        assert torch.equal(whole(p), whole(q))
+
+
+def test_a_copy_of_an_optimizer_steps_its_own_parts(two):
+    two.run(copied)
+
+
+def stepped_in_backward():
+    mesh, case = ranks.mesh(2), KINDS[5]
+    params = [nn.Parameter(distribute_tensor(torch.full((4, 3), 2.0 + i), mesh, [ROWS])) for i in range(3)]
+    plain = [nn.Parameter(whole(p).clone()) for p in params]
+    optimizers = {p: case.ours([p], **case.options) for p in (*params, *plain)}
+    for p, optimizer in optimizers.items():
+        p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step(zero_grad=True))
+    for _ in range(3):
+        sum(p.square().sum().full_tensor() for p in params).backward()
+        sum(p.square().sum() for p in plain).backward()
+    for p, q in zip(params, plain, strict=True):
+        assert_alike(case, whole(p), q.detach())
+
+
+def test_parts_may_be_stepped_as_soon_as_their_gradients_are_there(two):
+    two.run(stepped_in_backward)
+
+
+def clipped_by_a_function(norm_type):
+    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[3])
+    for scale in (1.0, 0.001, 100.0):
+        pair.give_gradients(scale)
+        norms = [fusedstep.functional.clip_grad_norm_(ps, 0.5, norm_type) for ps in (pair.parts, pair.whole)]
+        assert_close(*norms)
+        for p, q in zip(pair.parts, pair.whole, strict=True):
+            assert_close(whole(p.grad), q.grad)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_the_function_that_clips_takes_parts(two, norm_type):
+    two.run(clipped_by_a_function, norm_type)
+
+
+def stepped_by_a_function():
+    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[3])
+    states = [[[torch.zeros_like(p).detach() for p in ps] for _ in range(2)] for ps in (pair.parts, pair.whole)]
+    for i in range(3):
+        pair.give_gradients()
+        for ps, (m, v) in zip((pair.parts, pair.whole), states, strict=True):
+            fusedstep.functional.adamw_(
+                [p.detach() for p in ps], [p.grad for p in ps], m, v, step=i + 1, lr=0.1
+            )
+    for p, q in zip(pair.parts, pair.whole, strict=True):
+        assert_close(whole(p), q.detach())
+
+
+def test_the_function_that_steps_takes_parts(two):
+    two.run(stepped_by_a_function)
+
+
+def with_late_gradients(case):
+    pair = Pair(LAYOUTS[0], case)
+    for missing in ((0, 2), (), (1,), (0, 1, 2, 3, 4, 5)):
+        pair.give_gradients()
+        for i in missing:
+            pair.parts[i].grad = pair.whole[i].grad = None
+        pair.ours.step(zero_grad=True)
+        pair.one.step(zero_grad=True)
+    pair.assert_alike(case)
+
+
+@kinds
+def test_gradients_may_be_missing_on_all_ranks(four, case):
+    four.run(with_late_gradients, case)
+
+
+def averages_shown(layout):
+    pair = Pair(layout, Case("", *_ADAMW, {"lr": 0.1, "ema_decay": 0.5}))
+    for _ in range(3):
+        pair.step()
+    with pair.ours.ema_parameters(), pair.one.ema_parameters():
+        pair.assert_alike(KINDS[3])
+    pair.assert_alike(KINDS[3])
+
+
+@layouts
+def test_averages_of_parts_are_shown(four, layout):
+    four.run(averages_shown, layout)
+
+
+def zeroed_in_place():
+    pair = Pair(LAYOUTS[7], Case("", *_ADAMW, _LIMIT))
+    for _ in range(2):
+        pair.give_gradients()
+        kept = [p.grad for p in pair.parts]
+        pair.ours.step(zero_grad=True, set_to_none=False)
+        pair.one.step()
+    for p, g in zip(pair.parts, kept, strict=True):
+        assert p.grad is g
+        assert not whole(g).any()
+    pair.assert_alike(MORE[0])
+
+
+def test_gradients_of_parts_are_zeroed_in_place(four):
+    four.run(zeroed_in_place)
+
+
+# models that are wrapped
+
+
+def model_of(rank=0):
+    torch.manual_seed(rank)
+    # over four ranks: uneven, with an empty part, mostly empty
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def batch_of(rank, i=0):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * i + rank))
+
+
+def loss_of(model, x):
+    return (model(x) - x[:, :1]).square().mean()
+
+
+def ddp(model, **options):
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def fsdp(model, mesh=None, **options):
+    fully_shard(model[0], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def hsdp(model, **options):
+    return fsdp(model, ranks.mesh(2, 2), **options)
+
+
+def fsdp_of_tp(_):
+    """Tensor parallelism in pairs, FSDP over what is left."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    # what it cuts must be even
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1))
+    mesh = ranks.mesh(2, 2)
+    parallelize_module(model, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fsdp(model, mesh["outer"])
+
+
+def average_of_ranks(model, i, size):
+    """Gradients as if each rank had given its own, added up in pairs."""
+    sums = []
+    for r in range(size):
+        model.zero_grad()
+        loss_of(model, batch_of(r, i)).backward()
+        sums.append([p.grad.clone() for p in model.parameters()])
+    while len(sums) > 1:
+        sums = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(sums[::2], sums[1::2], strict=True)]
+    for p, total in zip(model.parameters(), sums[0], strict=True):
+        p.grad = total / size
+
+
+def trained_from_batches(wrap, case):
+    model, one = wrap(model_of()), model_of()
+    ours, theirs = case.ours(model.parameters(), **case.options), case.ours(one.parameters(), **case.options)
+    for i in range(3):
+        ours.zero_grad()
+        loss_of(model, batch_of(rank(), i)).backward()
+        ours.step()
+        average_of_ranks(one, i, torch.distributed.get_world_size())
+        theirs.step()
+        if case.options.get("statistics"):
+            assert_same_statistics(ours.statistics(), theirs.statistics())
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        assert_close(whole(p), q.detach())
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+@cases
+def test_a_wrapped_model_trains_as_one_process_does_with_all_batches(two, wrap, case):
+    two.run(trained_from_batches, wrap, case)
+
+
+@cases
+def test_a_hybrid_sharded_model_trains_as_one_process_does_with_all_batches(four, case):
+    four.run(trained_from_batches, hsdp, case)
+
+
+def trained_from_gradients(wrap, case, backward=None, steps=3):
+    """Steps of a wrapped model, and of one process that is given the gradients it arrived at."""
+    model = wrap(model_of())
+    twins = [nn.Parameter(whole(p).clone()) for p in model.parameters()]
+    ours, one = case.ours(model.parameters(), **case.options), case.ours(twins, **case.options)
+    for i in range(steps):
+        ours.zero_grad()
+        (backward or plain_backward)(model, i)
+        for p, q in zip(model.parameters(), twins, strict=True):
+            q.grad = whole(p.grad).clone()
+        ours.step()
+        one.step()
+        if case.options.get("statistics"):
+            assert_same_statistics(ours.statistics(), one.statistics())
+    for p, q in zip(model.parameters(), twins, strict=True):
+        assert_alike(case, whole(p), q.detach())
+    assert all(ours.state[p]["step"] == steps for p in model.parameters() if "step" in ours.state[p])
+
+
+def plain_backward(model, i):
+    loss_of(model, batch_of(rank(), i)).backward()
+
+
+def same_backward(model, i):
+    loss_of(model, batch_of(0, i)).backward()
+
+
+def accumulating_backward(model, i):
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch_of(rank(), i)).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, batch_of(rank(), i + 50)).backward()
+
+
+def no_sync_backward(model, i):
+    with model.no_sync():
+        loss_of(model, batch_of(rank(), i)).backward()
+    loss_of(model, batch_of(rank(), i + 50)).backward()
+
+
+def low_precision(model):
+    return fsdp(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def with_views(model):
+    return ddp(model, gradient_as_bucket_view=True)
+
+
+def with_hook(model):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = ddp(model)
+    model.register_comm_hook(None, fp16_compress_hook)
+    return model
+
+
+def keeping_whole(model):
+    return fsdp(model, reshard_after_forward=False)
+
+
+def offloaded(model):
+    return fsdp(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+@cases
+def test_parts_of_fsdp_may_be_uneven_and_empty(four, case):
+    four.run(trained_from_gradients, fsdp, case)
+
+
+@cases
+def test_fsdp_over_tensor_parallelism_is_stepped_as_the_whole(four, case):
+    four.run(trained_from_gradients, fsdp_of_tp, case, same_backward)
+
+
+WRAPPERS = {
+    "ddp-views": (with_views, None),
+    "ddp-hook": (with_hook, None),
+    "ddp-accumulating": (ddp, no_sync_backward),
+    "ddp-accumulating-views": (with_views, no_sync_backward),
+    "fsdp-bf16": (low_precision, None),
+    "fsdp-accumulating": (fsdp, accumulating_backward),
+    "fsdp-not-resharding": (keeping_whole, None),
+    "fsdp-offloading": (offloaded, None),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", [KINDS[1], MORE[0], KINDS[5]], ids=name_of)
+def test_ways_to_wrap_a_model(two, wrapper, case):
+    two.run(trained_from_gradients, WRAPPERS[wrapper][0], case, WRAPPERS[wrapper][1])
+
+
+def clipped_by_torch():
+    model, twin = fsdp(model_of()), fsdp(model_of())
+    ours = fusedstep.AdamW(model.parameters(), lr=0.1, max_grad_norm=0.1)
+    theirs = fusedstep.AdamW(twin.parameters(), lr=0.1)
+    norms = []
+    for i in range(4):
+        for net, optimizer in ((model, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            plain_backward(net, i)
+        norms.append(float(whole(nn.utils.clip_grad_norm_(twin.parameters(), 0.1))))
+        ours.step()
+        theirs.step()
+    assert max(norms) > 0.1, norms
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(whole(p), whole(q))
+
+
+def test_clipping_is_torchs_clip_grad_norm_over_parts(four):
+    four.run(clipped_by_torch)
+
+
+def zero_redundancy(cls, options):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, one = ddp(model_of()), ddp(model_of())
+    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=cls, lr=0.1, **options)
+    theirs = cls(one.parameters(), lr=0.1, **options)
+    for i in range(4):
+        for net, optimizer in ((model, ours), (one, theirs)):
+            optimizer.zero_grad()
+            plain_backward(net, i)
+            optimizer.step()
+    ours.consolidate_state_dict()
+    if rank() == 0:
+        assert len(ours.state_dict()["state"]) == 6
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}], ids=str)
+@pytest.mark.parametrize("cls", [fusedstep.AdamW, fusedstep.Lamb])
+def test_zero_redundancy_optimizer_splits_states(two, cls, options):
+    two.run(zero_redundancy, cls, {**options, **({"max_grad_norm": None} if cls is fusedstep.Lamb else {})})
+
+
+def flat(cls, torchs, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrap = lambda: FullyShardedDataParallel(
+        model_of(), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    model, twin = wrap(), wrap()
+    ours, theirs = cls(model.parameters(), lr=0.1), torchs(twin.parameters(), lr=0.1)
+    for i in range(4):
+        for net, optimizer in ((model, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            plain_backward(net, i)
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_flat_parameters_of_fsdp1_are_stepped(two, name, use_orig_params):
+    two.run(flat, getattr(fusedstep, name), getattr(torch.optim, name), use_orig_params)
+
+
+def flat_norms(cls, options, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(model_of(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    optimizer = cls(model.parameters(), **options)
+    plain_backward(model, 0)
+    before = copy.deepcopy([p.detach() for p in model.parameters()])
+    with pytest.raises(RuntimeError, match=r"norms of whole tensors.*FSDP2"):
+        optimizer.step()
+    assert not optimizer.state
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (fusedstep.Lamb, {"max_grad_norm": None}),
+        (fusedstep.Lamb, {}),
+        (fusedstep.AdamW, {"max_grad_norm": 1.0}),
+        (fusedstep.BertAdam, {}),
+    ],
+)
+def test_norms_of_flat_parameters_are_refused(two, cls, options, use_orig_params):
+    two.run(flat_norms, cls, options, use_orig_params)
+
+
+# decisions
+
+
+def agreed(layout, how):
+    options = {"lr": 0.1, "skip_nonfinite": True} if how == "guard" else {"lr": 0.1}
+    pair = Pair(layout, Case("", *_ADAMW, options))
+    pair.step()
+    before = [p.detach().clone() for p in pair.parts]
+    scaler = {"ours": fusedstep.GradScaler, "torchs": torch.amp.GradScaler}.get(how)
+    if scaler is not None:
+        scaler = scaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+    pair.give_gradients(bad=None if how == "found_inf" else NAN)
+    if how == "found_inf":
+        pair.ours.grad_scale, pair.ours.found_inf = torch.tensor(1.0), torch.tensor(float(rank() == 0))
+        pair.ours.step()
+        del pair.ours.grad_scale, pair.ours.found_inf
+    elif scaler is not None:
+        scaler.step(pair.ours)
+        scaler.update()
+        assert scaler.get_scale() == 2
+    else:
+        pair.ours.step()
+    for p, q in zip(pair.parts, before, strict=True):
+        assert torch.equal(part(p), part(q))
+    assert all(pair.ours.state[p]["step"] == 1 for p in pair.parts)
+    skipped = bool(pair.ours.step_was_skipped), int(pair.ours.skipped_steps)
+    pair.ours.step() if how == "found_inf" else pair.step()
+    return skipped, bool(pair.ours.step_was_skipped), int(pair.ours.skipped_steps)
+
+
+@pytest.mark.parametrize("how", ["guard", "ours", "torchs", "found_inf"])
+@layouts
+def test_all_ranks_skip_what_one_of_them_cannot_step(four, layout, how):
+    if how == "found_inf" and all(isinstance(p, Replicate) for p in layout.placements):
+        pytest.skip("copies are the same on all ranks")
+    if how == "torchs" and layout.others == "plain":
+        pytest.skip("torch's GradScaler takes no plain tensors among distributed ones")
+    assert four.run(agreed, layout, how) == [((True, 1), False, 1)] * 4
+
+
+def first_step_skipped(layout):
+    case = Case("", *_SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "skip_nonfinite": True})
+    pair = Pair(layout, case)
+    pair.give_gradients(bad=NAN)
+    # one that comes later makes the optimizer look at everything anew
+    pair.parts[-1].grad = pair.whole[-1].grad = None
+    pair.ours.step()
+    pair.one.step()
+    pair.step()
+    pair.step()
+    pair.assert_alike(case)
+
+
+def test_a_momentum_whose_first_step_was_skipped_starts_with_the_second(four):
+    four.run(first_step_skipped, LAYOUTS[0])
+
+
+def with_summands(of_parameter):
+    mesh = ranks.mesh(2)
+    shard = lambda t: distribute_tensor(t, mesh, [Shard(0)])
+    params = [nn.Parameter(shard(torch.ones(4, 3))) for _ in range(2)]
+    if of_parameter:
+        params[1] = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Partial()]))
+    params[0].grad = shard(torch.ones(4, 3))
+    params[1].grad = DTensor.from_local(torch.ones(4, 3), mesh, [Partial()])
+    optimizer = fusedstep.AdamW(params, max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match=r"every rank holds a summand; redistribute it"):
+        optimizer.step()
+    assert not optimizer.state
+    assert all((whole(p) == (2 if of_parameter and p is params[1] else 1)).all() for p in params)
+
+
+@pytest.mark.parametrize("of_parameter", [False, True])
+def test_summands_are_refused(two, of_parameter):
+    two.run(with_summands, of_parameter)
+
+
+def distributed_otherwise(stepped):
+    mesh = ranks.mesh(2)
+    shard = lambda t, *where: distribute_tensor(t.clone(), mesh, [*where])
+    params = [nn.Parameter(shard(torch.ones(4, 4), Shard(0))) for _ in range(2)]
+    optimizer = fusedstep.AdamW(params)
+    for p in params:
+        p.grad = shard(torch.ones(4, 4), Shard(0))
+    if stepped:
+        optimizer.step()
+    kept = copy.deepcopy([whole(t) for p in params for t in (p, *optimizer.state[p].values())])
+    for wrong in (shard(torch.ones(4, 4), Shard(1)), shard(torch.ones(4, 4), Replicate())):
+        params[1].grad = None
+        params[1].grad = wrong
+        with pytest.raises(RuntimeError, match="gradient distributed otherwise than its parameter"):
+            optimizer.step()
+    found = [whole(t) for p in params for t in (p, *optimizer.state[p].values())]
+    assert all(map(torch.equal, found, kept))
+    params[1].grad = shard(torch.ones(4, 4), Shard(0))
+    optimizer.step()
+    assert optimizer.state[params[1]]["step"] == 1 + stepped
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_gradient_distributed_otherwise_is_refused(two, stepped):
+    two.run(distributed_otherwise, stepped)
+
+
+def noticed_by_autograd():
+    mesh = ranks.mesh(2)
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    p.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    optimizer = fusedstep.AdamW([p])
+    for _ in range(2):
+        loss = p.square().sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_changing_parts_between_forward_and_backward_is_noticed_by_autograd(two):
+    two.run(noticed_by_autograd)
+
+
+def with_whole_states():
+    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[3])
+    pair.step()
+    pair.ours.load_state_dict(pair.one.state_dict())
+    pair.give_gradients()
+    before = [whole(p).clone() for p in pair.parts]
+    with pytest.raises(RuntimeError, match=r"not distributed as its parameter is; .*set_optimizer_state_dict"):
+        pair.ours.step()
+    assert all(map(torch.equal, map(whole, pair.parts), before))
+
+
+def test_whole_states_of_parts_are_refused(two):
+    two.run(with_whole_states)
+
+
+# what ranks tell each other
+
+
+def collectives(cls, options, layout, count):
+    case = Case("", cls, None, None, options)
+    pair = Pair(layout, case)
+    more = [nn.Parameter(pair.layout.place(0, torch.randn(4, 4))) for _ in range(count)]
+    pair.ours.add_param_group({"params": more})
+    called, real = [], torch.distributed.all_reduce
+
+    def counting(*args, **kwargs):
+        called.append(args[0].numel())
+        return real(*args, **kwargs)
+
+    counts = []
+    for _ in range(3):
+        pair.give_gradients()
+        for p in more:
+            p.grad = pair.layout.place(0, torch.randn(4, 4))
+        torch.distributed.all_reduce = counting
+        try:
+            pair.ours.step()
+        finally:
+            torch.distributed.all_reduce = real
+        counts.append(len(called))
+        called.clear()
+    return counts
+
+
+ROUNDS = [
+    (fusedstep.SGD, {"momentum": 0.9}, 0),
+    (fusedstep.AdamW, {}, 0),
+    (fusedstep.AdamW, {"ema_decay": 0.9}, 0),
+    (fusedstep.AdamW, {"max_grad_norm": 1.0}, 1),
+    (fusedstep.AdamW, {"max_grad_norm": 1.0, "norm_type": INF}, 1),
+    (fusedstep.AdamW, {"max_grad_norm": 1.0, "skip_nonfinite": True}, 1),
+    (fusedstep.BertAdam, {}, 1),
+    (fusedstep.Lamb, {"max_grad_norm": None}, 1),
+    (fusedstep.Lamb, {}, 2),
+]
+
+
+@pytest.mark.parametrize("count", [0, 20])
+@pytest.mark.parametrize(("cls", "options", "rounds"), ROUNDS)
+def test_ranks_talk_once_for_all_norms(four, cls, options, rounds, count):
+    assert four.run(collectives, cls, options, LAYOUTS[0], count) == [[rounds] * 3] * 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [("replicated", 0), ("hybrid", 1), ("two-dims", 2), ("mixed", 1), ("several-meshes", 3)],
+)
+def test_ranks_talk_once_in_every_process_group(four, layout, groups):
+    layout = next(other for other in LAYOUTS if other.name == layout)
+    found = four.run(collectives, fusedstep.AdamW, {"max_grad_norm": 1.0}, layout, 5)
+    assert found == [[groups] * 3] * 4
