@@ -70,6 +70,12 @@ class Entry:
         return self.param.grad if self.given is None else self.given
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Parameter, gradient and states, as far as there are."""
+        every = self.param, self.grad, *(self.state.get(name) for name in self.rule.states.values())
+        return [t for t in every if t is not None]
+
+    @property
     def bucket(self) -> tuple:
         """Entries with equal keys can share a launch."""
         return (self.rule.passes[-1].update.__name__, self.rule.roles, *map(str, self.dtypes), self.staged)
@@ -149,7 +155,7 @@ def make_entry(
     """Check a parameter and its gradient, choose its engine, allocate what it lacks. Writes nothing."""
     g: Any = p.grad if given is None else given
     state = known.state.get(p, {})
-    _check(p, g, settings.owner)
+    _check(p, g, settings.owner, settings.besides.norm_type)
     names = tuple(rule.states.values())
     if rule.saves_step and state and not any(name in state for name in names):
         raise RuntimeError(
@@ -164,11 +170,12 @@ def make_entry(
     for name in names:
         found = state.get(name)
         if found is None:
-            # one that comes in the middle of training, as an average may, does not start it over
-            stepped = stepped if rule.saves_step or name != names[0] else 0.0
+            # an average that comes in the middle of training does not start it over
+            stepped = stepped if rule.saves_step or name == EMA else 0.0
             tensor = _new_state(p, strides, state_dtype_for(p, name, settings.state_dtype), engine)
             if name == EMA:
-                tensor.copy_(p)
+                # the first step then takes all of the parameter
+                tensor.fill_(torch.nan)
         else:
             tensor = _adopted(found, p, strides, name, engine)
         states.append(tensor)
@@ -196,7 +203,7 @@ def make_entry(
     return entry
 
 
-def _check(p: Tensor, g: Tensor, owner: str) -> None:
+def _check(p: Tensor, g: Tensor, owner: str, norm_type: float) -> None:
     if g.layout != torch.strided:
         raise RuntimeError(
             f"{owner} does not support sparse gradients, please consider SparseAdam instead, "
@@ -210,6 +217,8 @@ def _check(p: Tensor, g: Tensor, owner: str) -> None:
             f"{owner} found a gradient of shape {tuple(g.shape)} and {g.dtype} for a parameter of shape "
             f"{tuple(p.shape)} and {p.dtype}; call zero_grad() after changing a parameter"
         )
+    if p.is_complex() and norm_type != 2:
+        raise RuntimeError(f"{owner} measures complex gradients by norm_type=2 only, but it is {norm_type}")
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
 

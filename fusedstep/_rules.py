@@ -113,7 +113,8 @@ def same(g):
 
 
 def averaged(e, P, keep, rate):
-    return (mixed(e, P, keep, rate),)
+    # there is none before the first step
+    return (where(e == e, mixed(e, P, keep, rate), P),)
 
 
 def sizes(p, P):

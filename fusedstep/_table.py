@@ -36,6 +36,12 @@ class Amp(NamedTuple):
     scale: Tensor | None = None
     found_inf: Tensor | None = None
 
+    @staticmethod
+    def of(scale: Any, found_inf: Any) -> Amp:
+        """Of what may be numbers: torch hands over 0 where there were no gradients to look at."""
+        given = (scale, found_inf)
+        return Amp(*(t if t is None or isinstance(t, Tensor) else torch.tensor(float(t)) for t in given))
+
     def to(self, device: torch.device) -> Amp:
         if self.scale is None and self.found_inf is None:
             return self
@@ -91,10 +97,10 @@ class Bucket:
 
     def count_writes(self, clears: bool) -> None:
         """Tell autograd that the parameters were written, and gradients if they were cleared."""
-        if self._scan is None:
-            torch.autograd.graph.increment_version(self.written)
-        else:
-            self._scan.count_writes()
+        if self._scan is not None:
+            self._scan.count_writes(clears)
+            return
+        torch.autograd.graph.increment_version(self.written)
         if clears:
             torch.autograd.graph.increment_version([p.grad for p in self.written if p.grad is not None])
 
@@ -171,12 +177,23 @@ class Table:
     def refresh(self) -> bool:
         return all(bucket.refresh() for bucket in self.buckets)
 
+    def _check_shared_grads(self) -> None:
+        grads = self.host_rows[:, POINTERS + 1][self.host_rows[:, NUMEL] > 0]
+        if len(np.unique(grads)) != len(grads):
+            raise RuntimeError(
+                "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "
+                "after step() instead of step(zero_grad=True, set_to_none=False)"
+            )
+
     def begin(self) -> None:
         """Bring to the device what a step needs."""
+        changed = any(bucket.rows_changed for bucket in self.buckets)
+        if changed and self.besides.clears and self.engine.BY_ADDRESS:
+            self._check_shared_grads()
         if self._to_capture is None and self.device.type == "cuda" and not is_capturing():
             self._to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
         # on the host they are the same memory
-        if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
+        if changed and self.device.type != "cpu":
             self._upload_rows()
         for bucket in self.buckets:
             for entry in bucket.staged:
