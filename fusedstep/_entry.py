@@ -174,8 +174,7 @@ def make_entry(
             stepped = stepped if rule.saves_step or name == EMA else 0.0
             tensor = _new_state(p, strides, state_dtype_for(p, name, settings.state_dtype), engine)
             if name == EMA:
-                # the first step then takes all of the parameter
-                tensor.fill_(torch.nan)
+                tensor.copy_(p)
         else:
             tensor = _adopted(found, p, strides, name, engine)
         states.append(tensor)

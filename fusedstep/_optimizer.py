@@ -168,6 +168,8 @@ class Optimizer(torch.optim.Optimizer):
         guards = self.skip_nonfinite or (amp.scale is not None and amp.found_inf is None)
         clears = zero_grad and not set_to_none
         besides = Besides(self.norm_type, guards=guards, clears=clears, reports=self.collect_statistics)
+        if clears:
+            self._detach_grads()
         captures = is_capturing()
         if self._capture is not None and not captures:
             self._capture.check(self, besides)
@@ -186,6 +188,8 @@ class Optimizer(torch.optim.Optimizer):
         self._plan = plan
         if plan.tables:
             self._status = plan.tables[0].status
+        elif self._status is not None:
+            self._status[engines.SKIP] = 0
         if captures:
             self.release_graph()
             self._capture = Capture(plan, amp)
@@ -253,7 +257,7 @@ class Optimizer(torch.optim.Optimizer):
         ...     optimizer.step()
         >>> with optimizer.ema_parameters():
         ...     print(p.data)
-        tensor([-0.5000])
+        tensor([-0.2500])
         >>> p.data
         tensor([-1.])
         """
@@ -265,13 +269,18 @@ class Optimizer(torch.optim.Optimizer):
         kept = [p.detach().clone() for p in params]
         self._shows_averages = True
         try:
-            # what has taken no step yet is its own average
-            averages = [self.state[p][EMA] for p in params]
-            _copy(params, [torch.where(e.isnan(), p, e) for p, e in zip(params, averages, strict=True)])
+            _copy(params, [self.state[p][EMA] for p in params])
             yield
         finally:
             _copy(params, kept)
             self._shows_averages = False
+
+    def _detach_grads(self) -> None:
+        """Gradients that will be zero belong to no graph of autograd's, as after torch's `zero_grad`."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.grad_fn is not None:
+                    p.grad.detach_()
 
     def _refuse_averages(self, what: str) -> None:
         if self._shows_averages:

@@ -113,8 +113,7 @@ def same(g):
 
 
 def averaged(e, P, keep, rate):
-    # there is none before the first step
-    return (where(e == e, mixed(e, P, keep, rate), P),)
+    return (mixed(e, P, keep, rate),)
 
 
 def sizes(p, P):

@@ -178,8 +178,10 @@ class Table:
         return all(bucket.refresh() for bucket in self.buckets)
 
     def _check_shared_grads(self) -> None:
-        grads = self.host_rows[:, POINTERS + 1][self.host_rows[:, NUMEL] > 0]
-        if len(np.unique(grads)) != len(grads):
+        grads = [
+            entry.grad.data_ptr() for entry in self.entries if entry.grad is not None and entry.grad.numel()
+        ]
+        if len({*grads}) != len(grads):
             raise RuntimeError(
                 "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "
                 "after step() instead of step(zero_grad=True, set_to_none=False)"
@@ -188,7 +190,7 @@ class Table:
     def begin(self) -> None:
         """Bring to the device what a step needs."""
         changed = any(bucket.rows_changed for bucket in self.buckets)
-        if changed and self.besides.clears and self.engine.BY_ADDRESS:
+        if self.besides.clears and (changed or not self.engine.BY_ADDRESS):
             self._check_shared_grads()
         if self._to_capture is None and self.device.type == "cuda" and not is_capturing():
             self._to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
