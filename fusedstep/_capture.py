@@ -34,7 +34,6 @@ class Capture:
     def __init__(self, plan: Plan, amp: Amp) -> None:
         self.plan = plan
         self._rows = [table.host_rows.copy() for table in plan.tables]
-        self._uploads = [table.captured_rows for table in plan.tables]
         entries = [entry for table in plan.tables for entry in table.entries]
         # by their memory, which nobody else may get
         self._kept = amp, [[t.detach() for t in entry.tensors] for entry in entries]

@@ -137,9 +137,10 @@ class Table:
         scalars = OWN + max(p.scalar_count for entry in entries for p in entry.rule.passes)
         scalars += len(self.rule.reports)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
-        # where a graph finds them at every replay: the last one that captured a step, and the next one
-        self.captured_rows: Tensor | None = None
-        self._to_capture: Tensor | None = None
+        # where graphs find them at every replay, the last is for the next one; kept: pinned memory must not be
+        # freed while a graph is captured
+        self._captured_rows: list[Tensor] = []
+        self._may_capture = False
         self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
         # of every pass in turn, one row per sum
         self.sums = torch.zeros(self.rule.sums, len(entries), dtype=exact, device=self.device)
@@ -192,8 +193,9 @@ class Table:
         changed = any(bucket.rows_changed for bucket in self.buckets)
         if self.besides.clears and (changed or not self.engine.BY_ADDRESS):
             self._check_shared_grads()
-        if self._to_capture is None and self.device.type == "cuda" and not is_capturing():
-            self._to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
+        if not self._may_capture and self.device.type == "cuda" and not is_capturing():
+            self._captured_rows.append(torch.empty_like(self.rows, device="cpu", pin_memory=True))
+            self._may_capture = True
         # on the host they are the same memory
         if changed and self.device.type != "cpu":
             self._upload_rows()
@@ -205,12 +207,12 @@ class Table:
         captures = is_capturing()
         if not captures:
             upload(self.host_rows, self.rows)
-        elif self._to_capture is None:
+        elif not self._may_capture:
             raise RuntimeError("between two captures of a step() one must be taken that is not captured")
         else:
-            self.captured_rows, self._to_capture = self._to_capture, None
-            self.captured_rows.copy_(torch.from_numpy(self.host_rows))
-            self.rows.copy_(self.captured_rows, non_blocking=True)
+            self._may_capture = False
+            self._captured_rows[-1].copy_(torch.from_numpy(self.host_rows))
+            self.rows.copy_(self._captured_rows[-1], non_blocking=True)
         for bucket in self.buckets:
             # a capture only says what a replay will do
             bucket.rows_changed = captures
