@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +16,7 @@ from ._shards import local
 if TYPE_CHECKING:
     from ._passes import Besides
     from ._plan import Plan
+    from ._table import Amp
 
 
 def is_capturing() -> bool:
@@ -31,16 +33,17 @@ _WHAT_TO_DO = (
 class Capture:
     """A plan that a graph relies on. It keeps alive what the graph reads, and watches gradients for moving."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, amp: Amp) -> None:
         self.plan = plan
         self._rows = [table.host_rows.copy() for table in plan.tables]
-        self._uploads = [table.captured_rows for table in plan.tables]
-        params = [entry.param for table in plan.tables for entry in table.entries]
-        self._grads = [p.grad for p in params]
+        entries = [entry for table in plan.tables for entry in table.entries]
+        # by their memory, which nobody else may get
+        self._kept = amp, [[t.detach() for t in entry.here.values() if t is not None] for entry in entries]
+        watched = [entry.param for entry in entries if entry.grad is not None and entry.param.requires_grad]
         self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(_watch, local(p.grad).data_ptr()))
-            for p in params
-            if p.grad is not None and p.requires_grad
+            p.register_post_accumulate_grad_hook(_watching(weakref.ref(self), local(p.grad).data_ptr()))
+            for p in watched
+            if p.grad is not None
         ]
 
     def check(self, optimizer: Any, besides: Besides) -> None:
@@ -68,12 +71,18 @@ class Capture:
             hook.remove()
 
 
-def _watch(address: int, p: Tensor) -> None:
-    if p.grad is not None and local(p.grad).data_ptr() != address and not is_capturing():
-        raise RuntimeError(
-            f"a CUDA graph has captured step(), and the gradient of a parameter of shape {tuple(p.shape)} is "
-            f"now another one; {_WHAT_TO_DO}"
-        )
+def _watching(capture: weakref.ref, address: int) -> Callable[[Tensor], None]:
+    """A hook that notices another gradient than the one at this address, while there is a capture."""
+
+    def watch(p: Tensor) -> None:
+        moved = p.grad is not None and local(p.grad).data_ptr() != address
+        if moved and capture() is not None and not is_capturing():
+            raise RuntimeError(
+                f"a CUDA graph has captured step(), and the gradient of a parameter of shape {tuple(p.shape)} "
+                f"is now another one; {_WHAT_TO_DO}"
+            )
+
+    return watch
 
 
 def _telling(name: str) -> Callable:

@@ -159,7 +159,7 @@ def make_entry(
     """Check a parameter and its gradient, choose its engine, allocate what it lacks. Writes nothing."""
     g: Any = p.grad if given is None else given
     state = known.state.get(p, {})
-    _check(p, g, settings.owner)
+    _check(p, g, settings.owner, settings.besides.norm_type)
     if rule.inputs or settings.besides.measures:
         _shards.check_norms(p, settings.owner)
     whole, p, g = p, local(p), local(g)
@@ -172,13 +172,13 @@ def make_entry(
     old = [local(state[name]) for name in names if isinstance(state.get(name), Tensor)]
     engine = engines.choose((p, g, *old), settings.engine)
     strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
-    stepped = state.get("step", 0.0) if rule.saves_step else known.unsaved_steps.get(p, 1.0)
+    stepped = state.get("step", 0.0) if rule.saves_step else known.unsaved_steps.get(whole, 1.0)
     states, fresh = [], {}
     for name in names:
         found = state.get(name)
         if found is None:
-            # one that comes in the middle of training, as an average may, does not start it over
-            stepped = stepped if rule.saves_step or name != names[0] else 0.0
+            # an average that comes in the middle of training does not start it over
+            stepped = stepped if rule.saves_step or name == EMA else 0.0
             tensor = _new_state(p, strides, state_dtype_for(p, name, settings.state_dtype), engine)
             if name == EMA:
                 tensor.copy_(p)
@@ -210,7 +210,7 @@ def make_entry(
     return entry
 
 
-def _check(p: Tensor, g: Tensor, owner: str) -> None:
+def _check(p: Tensor, g: Tensor, owner: str, norm_type: float) -> None:
     if g.layout != torch.strided:
         raise RuntimeError(
             f"{owner} does not support sparse gradients, please consider SparseAdam instead, "
@@ -224,6 +224,8 @@ def _check(p: Tensor, g: Tensor, owner: str) -> None:
             f"{owner} found a gradient of shape {tuple(g.shape)} and {g.dtype} for a parameter of shape "
             f"{tuple(p.shape)} and {p.dtype}; call zero_grad() after changing a parameter"
         )
+    if p.is_complex() and norm_type != 2:
+        raise RuntimeError(f"{owner} measures complex gradients by norm_type=2 only, but it is {norm_type}")
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
     _shards.check(p, g, owner)

@@ -20,12 +20,13 @@ from ._capture import Capture, Group, is_capturing
 from ._entry import Settings, state_dtype_for
 from ._passes import EMA, NORMS, Besides, Rule
 from ._plan import Plan
-from ._shards import local
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
 _WAYS = ("foreach", "capturable", "differentiable", "fused")
 TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
+# arguments that hold for all groups
+_WHOLE = {"norm_type", "skip_nonfinite", "statistics", "state_dtype", "engine", "clip_scope"}
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -157,22 +158,23 @@ class Optimizer(torch.optim.Optimizer):
                 `zero_grad()` does; if not, they are set to zero, where they are, as the update reads them.
                 Either way also if the step is skipped
         """
+        self._refuse_averages("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._shows_averages:
-            raise RuntimeError("the parameters are averages within ema_parameters(); step() outside of it")
         # a GradScaler sets these two around its call; ours leaves it to us to find out about the second
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        guards = self.skip_nonfinite or (scale is not None and found_inf is None)
+        amp = Amp.of(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        guards = self.skip_nonfinite or (amp.scale is not None and amp.found_inf is None)
         clears = zero_grad and not set_to_none
         besides = Besides(self.norm_type, guards=guards, clears=clears, reports=self.collect_statistics)
+        if clears:
+            self._detach_grads()
         captures = is_capturing()
         if self._capture is not None and not captures:
             self._capture.check(self, besides)
-        # kept only if the step comes through: after an exception the next one starts over
-        plan, self._plan = self._plan, None
+        # kept only if the step comes through: after an exception the next one starts over; but not from a graph
+        plan, self._plan = self._plan if self._capture is None else self._capture.plan, None
         if plan is None or not plan.describes(self, besides):
             if captures:
                 raise RuntimeError(
@@ -182,13 +184,15 @@ class Optimizer(torch.optim.Optimizer):
             plan = Plan(self, besides, self._status)
         if captures:
             plan.check_capturable(self)
-        plan.step(Amp(scale, found_inf))
+        plan.step(amp)
         self._plan = plan
         if plan.tables:
             self._status = plan.tables[0].status
+        elif self._status is not None:
+            self._status[engines.SKIP] = 0
         if captures:
             self.release_graph()
-            self._capture = Capture(plan)
+            self._capture = Capture(plan, amp)
             for i, group in enumerate(self.param_groups):
                 self.param_groups[i] = Group(group, functools.partial(self._option_changed, i))
         if zero_grad and set_to_none:
@@ -253,25 +257,34 @@ class Optimizer(torch.optim.Optimizer):
         ...     optimizer.step()
         >>> with optimizer.ema_parameters():
         ...     print(p.data)
-        tensor([-0.5000])
+        tensor([-0.2500])
         >>> p.data
         tensor([-1.])
         """
-        if self._shows_averages:
-            raise RuntimeError("the parameters already are their averages")
-        params = [p for group in self.param_groups for p in group["params"] if EMA in self.state.get(p, {})]
+        self._refuse_averages("ema_parameters")
+        groups = [group for group in self.param_groups if group.get("ema_decay") is not None]
+        params = [p for group in groups for p in group["params"] if EMA in self.state.get(p, {})]
         if not params:
             raise RuntimeError("there are no averages; construct with ema_decay=0.999, for example, and step()")
-        averages = [local(self.state[p][EMA]) for p in params]
-        params = [local(p.detach()) for p in params]
-        kept = [p.clone() for p in params]
-        torch._foreach_copy_(params, averages)
+        kept = [p.detach().clone() for p in params]
         self._shows_averages = True
         try:
+            _copy(params, [self.state[p][EMA] for p in params])
             yield
         finally:
-            torch._foreach_copy_(params, kept)
+            _copy(params, kept)
             self._shows_averages = False
+
+    def _detach_grads(self) -> None:
+        """Gradients that will be zero belong to no graph of autograd's, as after torch's `zero_grad`."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.grad_fn is not None:
+                    p.grad.detach_()
+
+    def _refuse_averages(self, what: str) -> None:
+        if self._shows_averages:
+            raise RuntimeError(f"within ema_parameters() the parameters are averages; {what}() outside of it")
 
     def _option_changed(self, i: int) -> None:
         """A replay does not ask for the options of groups: bring them to the device when they change."""
@@ -288,10 +301,13 @@ class Optimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.refuse("add_param_group")
         if isinstance(param_group, dict):
+            for name in _WHOLE.intersection(param_group):
+                raise ValueError(f"{name} holds for the whole optimizer; pass it beside the groups, not in one")
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._refuse_averages("load_state_dict")
         if self._capture is not None:
             self._capture.refuse("load_state_dict")
         # after the user's hooks
@@ -308,6 +324,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # of one pickled before there were these
+        for name, value in (("norm_type", 2.0), ("skip_nonfinite", False), ("collect_statistics", False)):
+            self.__dict__.setdefault(name, value)
         self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
@@ -331,6 +350,12 @@ class Optimizer(torch.optim.Optimizer):
             return torch.as_tensor(value, dtype=_get_scalar_dtype()).detach().clone()
         dtype = state_dtype_for(p, name, self.state_dtype)
         return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)
+
+
+@torch.no_grad()
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 class _Box:

@@ -112,7 +112,7 @@ class Plan:
         """Remember what the optimizer holds now, for the next step to compare."""
         groups, state = optimizer.param_groups, optimizer.state
         self._states = [values for values in state.values() if values]
-        self._scan = None
+        self._scan: Any = None
         if _scan.Groups.can_read(groups, state):
             options = () if self._volatile else optimizer.all_options
             self._scan = _scan.Groups(groups, options, state, self._pending)
@@ -121,16 +121,19 @@ class Plan:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
         if besides != self.besides:
             return False
-        same = self._scan is not None and self._scan.same(optimizer.param_groups, optimizer.state)
+        groups = optimizer.param_groups
+        verdict = _scan.UNSURE if self._scan is None else self._scan.look(groups, optimizer.state)
         was_volatile = self._volatile
-        if not same and not self._holds(optimizer):
+        if verdict == _scan.UNSURE and not self._holds(optimizer):
             return False
-        if (not same or self._volatile) and not self.refresh_options(optimizer):
+        if (verdict != _scan.SAME or self._volatile) and not self.refresh_options(optimizer):
             return False
         if not all(table.refresh() for table in self.tables):
             return False
-        if not same or self._volatile != was_volatile:
+        if verdict == _scan.UNSURE or self._volatile != was_volatile:
             self._record(optimizer)
+        elif verdict == _scan.MOVED:
+            self._scan.renew_options(groups)
         return True
 
     def _holds(self, optimizer: Any) -> bool:

@@ -114,10 +114,9 @@ def shrunk(norm, limit, eps):
     return where(limit > 0, where(factor >= 1, 1.0, factor), 1.0)
 
 
-def average(step, decay):
-    """How much a moving average of parameters keeps, and how much it takes: at first all."""
-    keep = where(step == 1, 0.0, decay)
-    return keep, 1 - keep
+def average(decay):
+    """How much a moving average of parameters keeps, and how much it takes."""
+    return decay, 1 - decay
 
 
 def unused(step):

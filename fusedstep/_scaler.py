@@ -39,10 +39,11 @@ class GradScaler(torch.amp.GradScaler):
         scale: Any = self._get_scale_async()
         preset = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = scale if preset is None else scale * preset
+        optimizer.found_inf = None
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
-            del optimizer.grad_scale
+            del optimizer.grad_scale, optimizer.found_inf
         found = optimizer._found_nonfinite
         state["found_inf_per_device"] = {} if found is None else {scale.device: found.to(scale.device)}
         state["stage"] = OptState.STEPPED

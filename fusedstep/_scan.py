@@ -178,15 +178,12 @@ class Groups:
 
     def __init__(self, groups: list[dict], options: Sequence[str], state: dict, absent: list[Tensor]) -> None:
         lists = [group["params"] for group in groups]
-        values = [[group.get(name) for name in options] for group in groups]
         params, states = [p for members in lists for p in members], [*state.values()]
-        self._kept = groups, lists, values, params, states, options, absent
-        columns = _ids(groups), _ids(lists), [*map(len, lists)], [*map(_version, groups)]
+        self._kept, self._options = (groups, lists, params, states, absent), options
+        columns = _ids(groups), _ids(lists), [*map(len, lists)], [0] * len(groups)
         self._groups = np.stack(columns, 1).astype(np.int64)
         self._version = _version(state)
-        # 0 where there is none
-        ids = [[id(group[name]) if name in group else 0 for name in options] for group in groups]
-        self._values = np.array(ids, np.int64).reshape(len(groups), len(options))
+        self.renew_options(groups)
         self._arrays = _ids(params), _ids(options), _ids(states), _ids(absent)
 
     @staticmethod
@@ -200,14 +197,22 @@ class Groups:
             and all(_has_own_grad(p) for group in groups for p in group["params"])
         )
 
-    def same(self, groups: Any, state: Any) -> bool:
-        """Whether all of that still holds, and no gradient has appeared where there was none."""
+    def look(self, groups: Any, state: Any) -> int:
+        """SAME, MOVED if only options are others, else UNSURE: also if a gradient came where there was none."""
         from ._scan_kernels import scan_groups
 
         if type(groups) is not list or not isinstance(state, dict):
-            return False
+            return UNSURE
         facts = self._version, self._groups, self._values
         return scan_groups(API, id(groups), id(state), *facts, *self._arrays)
+
+    def renew_options(self, groups: list[dict]) -> None:
+        """Remember other options of the same groups."""
+        self._kept_values = [[group.get(name) for name in self._options] for group in groups]
+        # 0 where there is none
+        ids = [[id(group[name]) if name in group else 0 for name in self._options] for group in groups]
+        self._values = np.array(ids, np.int64).reshape(len(groups), len(self._options))
+        self._groups[:, 3] = [*map(_version, groups)]
 
 
 class Entries:
@@ -252,11 +257,11 @@ class Entries:
         facts = self._facts, self._tensors, self._names, self._counts, self._absent
         return scan_entries(API, *facts, self.addresses)
 
-    def count_writes(self) -> None:
-        """Tell autograd that the parameters were written."""
+    def count_writes(self, grads: bool) -> None:
+        """Tell autograd that the parameters were written, and their gradients as well."""
         from ._scan_kernels import count_writes
 
-        count_writes(API, self._facts)
+        count_writes(API, self._facts, grads)
 
 
 class Lists:

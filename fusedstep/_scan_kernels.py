@@ -225,48 +225,57 @@ def scan_entries(api, facts, tensors, names, counts, absent, addresses):
     return UNSURE if _any_grad(api, absent) else verdict
 
 
+@_inline
+def _count_write(api, impl):
+    counter = 0 if impl == 0 else _word(impl + api[COUNTER])
+    if counter != 0:  # inference tensors have none
+        _count(counter + api[WRITES])
+
+
 @_compiled
-def count_writes(api, facts):
+def count_writes(api, facts, grads):
     for i in range(len(facts)):
-        counter = _word(_word(facts[i, PARAM] + api[IMPL]) + api[COUNTER])
-        if counter != 0:  # inference tensors have none
-            _count(counter + api[WRITES])
+        impl = _word(facts[i, PARAM] + api[IMPL])
+        _count_write(api, impl)
+        if grads:
+            _count_write(api, _grad(api, impl))
 
 
 @_compiled
 def scan_groups(api, groups, state, version, facts, values, params, options, states, absent):
     if _word(groups + _SIZE) != len(facts):
-        return False
+        return UNSURE
+    verdict = SAME
     items, first = _word(groups + _ITEMS), 0
     for i in range(len(facts)):
         group = _word(items + 8 * i)
         if group != facts[i, 0]:
-            return False
+            return UNSURE
         if not _is_unchanged(group, facts[i, 3]):
             if _item(api, group, api[PARAMS]) != facts[i, 1]:
-                return False
+                return UNSURE
             for k in range(len(options)):
                 if _item(api, group, options[k]) != values[i, k]:
-                    return False
+                    verdict = MOVED
         if _word(facts[i, 1] + _SIZE) != facts[i, 2]:
-            return False
+            return UNSURE
         members = _word(facts[i, 1] + _ITEMS)
         for k in range(facts[i, 2]):
             if _word(members + 8 * k) != params[first + k]:
-                return False
+                return UNSURE
         first += facts[i, 2]
     if _any_grad(api, absent):
-        return False
+        return UNSURE
     if _is_unchanged(state, version):
-        return True
+        return verdict
     # PyDict_Next writes the next position, key and value where it is told
     scratch, count = np.zeros(3, np.int64), 0
     here = scratch.ctypes.data
     while _call(api[NEXT], (state, here, here + 8, here + 16)) & 0xFFFFFFFF != 0:
         if count >= len(states) or _word(here + 16) != states[count]:
-            return False
+            return UNSURE
         count += 1
-    return count == len(states)
+    return verdict if count == len(states) else UNSURE
 
 
 @_compiled

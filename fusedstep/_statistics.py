@@ -17,9 +17,10 @@ class Statistics(NamedTuple):
     """What the last step measured: of all parameters, then of each in the order of the groups.
 
     All are tensors on the device of the first parameter. Norms are L2, those of gradients of the optimizer's
-    `norm_type`, before clipping and without the scale of a GradScaler. The update is what was added to the
-    parameters, decay included. What was not measured is NaN: everything of a parameter without a gradient,
-    and most of a step that was skipped, whose update is 0.
+    `norm_type`, before clipping and without the scale of a GradScaler. The update is what was to be added to
+    the parameters, decay included; it and the parameters are taken before they are rounded to 16 bits. What was
+    not measured is NaN: everything of a parameter without a gradient, and most of a step that was skipped,
+    whose update is 0.
     """
 
     skipped: Tensor

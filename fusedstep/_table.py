@@ -36,6 +36,12 @@ class Amp(NamedTuple):
     scale: Tensor | None = None
     found_inf: Tensor | None = None
 
+    @staticmethod
+    def of(scale: Any, found_inf: Any) -> Amp:
+        """Of what may be numbers: torch hands over 0 where there were no gradients to look at."""
+        given = (scale, found_inf)
+        return Amp(*(t if t is None or isinstance(t, Tensor) else torch.tensor(float(t)) for t in given))
+
     def to(self, device: torch.device) -> Amp:
         if self.scale is None and self.found_inf is None:
             return self
@@ -91,10 +97,10 @@ class Bucket:
 
     def count_writes(self, clears: bool) -> None:
         """Tell autograd that the parameters were written, and gradients if they were cleared."""
-        if self._scan is None:
-            torch.autograd.graph.increment_version(self.written)
-        else:
-            self._scan.count_writes()
+        if self._scan is not None:
+            self._scan.count_writes(clears)
+            return
+        torch.autograd.graph.increment_version(self.written)
         if clears:
             torch.autograd.graph.increment_version([p.grad for p in self.written if p.grad is not None])
 
@@ -132,9 +138,10 @@ class Table:
         scalars = OWN + max(p.scalar_count for entry in entries for p in entry.rule.passes)
         scalars += len(self.rule.reports)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
-        # where a graph finds them at every replay: the last one that captured a step, and the next one
-        self.captured_rows: Tensor | None = None
-        self._to_capture: Tensor | None = None
+        # where graphs find them at every replay, the last is for the next one; kept: pinned memory must not be
+        # freed while a graph is captured
+        self._captured_rows: list[Tensor] = []
+        self._may_capture = False
         self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
         # of every pass in turn, one row per sum
         self.sums = torch.zeros(self.rule.sums, len(entries), dtype=exact, device=self.device)
@@ -172,12 +179,26 @@ class Table:
     def refresh(self) -> bool:
         return all(bucket.refresh() for bucket in self.buckets)
 
+    def _check_shared_grads(self) -> None:
+        grads = [
+            entry.grad.data_ptr() for entry in self.entries if entry.grad is not None and entry.grad.numel()
+        ]
+        if len({*grads}) != len(grads):
+            raise RuntimeError(
+                "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "
+                "after step() instead of step(zero_grad=True, set_to_none=False)"
+            )
+
     def begin(self) -> None:
         """Bring to the device what a step needs."""
-        if self._to_capture is None and self.device.type == "cuda" and not is_capturing():
-            self._to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
+        changed = any(bucket.rows_changed for bucket in self.buckets)
+        if self.besides.clears and (changed or not self.engine.BY_ADDRESS):
+            self._check_shared_grads()
+        if not self._may_capture and self.device.type == "cuda" and not is_capturing():
+            self._captured_rows.append(torch.empty_like(self.rows, device="cpu", pin_memory=True))
+            self._may_capture = True
         # on the host they are the same memory
-        if self.device.type != "cpu" and any(bucket.rows_changed for bucket in self.buckets):
+        if changed and self.device.type != "cpu":
             self._upload_rows()
         for bucket in self.buckets:
             for entry in bucket.staged:
@@ -194,12 +215,12 @@ class Table:
         captures = is_capturing()
         if not captures:
             upload(self.host_rows, self.rows)
-        elif self._to_capture is None:
+        elif not self._may_capture:
             raise RuntimeError("between two captures of a step() one must be taken that is not captured")
         else:
-            self.captured_rows, self._to_capture = self._to_capture, None
-            self.captured_rows.copy_(torch.from_numpy(self.host_rows))
-            self.rows.copy_(self.captured_rows, non_blocking=True)
+            self._may_capture = False
+            self._captured_rows[-1].copy_(torch.from_numpy(self.host_rows))
+            self.rows.copy_(self._captured_rows[-1], non_blocking=True)
         for bucket in self.buckets:
             # a capture only says what a replay will do
             bucket.rows_changed = captures

@@ -186,6 +186,7 @@ def clip_grad_norm_(
         return _on_host(0.0)
     dtype = functools.reduce(torch.promote_types, map(real, grads), torch.float32)
     ours = norm_type in NORMS and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
+    ours = ours and (norm_type == 2 or not any(g.is_complex() for g in grads))
     if ours and all(g.layout == torch.strided for g in grads):
         besides = Besides(float(norm_type), measures=True)
         settings = Settings("functional.clip_grad_norm_", counts=False, besides=besides)

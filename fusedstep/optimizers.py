@@ -8,8 +8,8 @@ Arguments that every class takes beyond its own:
     norm_type      which norm that is: 2, or inf for the largest element
     skip_nonfinite skip a step, on the device, if a gradient holds NaN or inf; `step_was_skipped` and
                    `skipped_steps` tell
-    ema_decay      keep a moving average of the parameters, state `ema`, in float32 at least, as
-                   `torch.optim.swa_utils.get_ema_multi_avg_fn` does; `ema_parameters()` shows it
+    ema_decay      keep a moving average of the parameters, state `ema`, in float32 at least, from what they are
+                   before the first step with it; `ema_parameters()` shows it
     statistics     sum up what `statistics()` then tells: norms of gradients, parameters, updates, and more
     state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters; None: the
                    parameter's. It holds through save and load, whatever the checkpoint was saved with

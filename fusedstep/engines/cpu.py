@@ -142,7 +142,7 @@ def _prepare(
                 if clips:
                     limit, eps = np.float64(h[LIMIT]), np.float64(h[LIMIT_EPS])
                     scalars[t, GRADIENT] *= clip(totals[rows[t, SEGMENT]], scale, limit, eps)
-                keep, rate = average(np.float64(steps[t]), np.float64(h[AVERAGE]))
+                keep, rate = average(np.float64(h[AVERAGE]))
                 scalars[t, KEEP], scalars[t, RATE] = keep, rate
             known[:options] = h[OPTIONS:]
             for k in range(len(inputs)):
@@ -211,7 +211,8 @@ def _prepare_kernel(
     words = _NUMBERS if exact == np.float64 else _SINGLE
     names = {name: bind(f, words, _inline) for name, f in (("scalars_of", rule), ("clip", clip))}
     names |= {"average": bind(_scalars.average, words, _inline), "joined": _larger if largest else _sum}
-    bound = _bound(_prepare, {**names, "INPUTS": inputs}, f"{rule.__name__}_{clip.__name__}_{exact}")
+    key = f"{rule.__module__}_{rule.__name__}_{clip.__name__}_{largest}_{inputs}_{steps}_{exact}"
+    bound = _bound(_prepare, {**names, "INPUTS": inputs}, key)
     number = numba.from_dtype(exact)
     table, integers = number[:, ::1], nb.int64[:, ::1]
     everyone = nb.Tuple((table, nb.int64[::1]))

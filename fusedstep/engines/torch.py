@@ -61,7 +61,7 @@ def prepare(table, amp, first: bool) -> None:
         gradient = sign / scale
         if table.clip is not None:
             gradient = gradient * _bound(table.clip)(_peers(table), scale, limit, limit_eps)
-        made = (gradient, *_bound(_scalars.average)(step.to(sign.dtype), decay))
+        made = (gradient, *_bound(_scalars.average)(decay))
     else:
         made = table.scalars[:, :OWN].unbind(1)
     sums = [table.sums[i] for i in table.rule.inputs]
@@ -113,8 +113,11 @@ def _update(entry, a_pass, scalars: Any, skip: Tensor | None) -> tuple:
         known += _bound(update)(*(known[i] for i in takes), *(scalars[i] for i in columns))
     for letter, at in a_pass.stores:
         target, new = _real(stored[letter]), known[loaded + at]
-        # a gradient is cleared whether or not the step is taken
-        target.copy_(new if skip is None or letter == "g" else torch.where(skip, target, new))
+        if letter == "g":
+            # whether or not the step is taken, and though it may be expanded
+            stored[letter].zero_()
+            continue
+        target.copy_(new if skip is None else torch.where(skip, target, new))
         if stored[letter].is_conj() or stored[letter].is_neg():
             # written to a copy so far
             stored[letter].copy_(torch.view_as_complex(target) if stored[letter].is_complex() else target)

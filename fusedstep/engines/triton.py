@@ -200,7 +200,7 @@ def _prepare(
             limit, eps = tl.load(h + _LIMIT, live, other=0), tl.load(h + _LIMIT_EPS, live, other=1)
             factor = factor * CLIP(total, scaled, limit, eps)
         tl.store(out + _GRADIENT, factor / scaled, live)
-        keep, rate = AVERAGE(step, tl.load(h + _AVERAGE, live, other=0))
+        keep, rate = AVERAGE(tl.load(h + _AVERAGE, live, other=0))
         tl.store(out + _KEEP, keep, live)
         tl.store(out + _RATE, rate, live)
         # all programs find the same: one tells
@@ -339,9 +339,9 @@ def _results(x, s, CALLS: tl.constexpr):
 def _sweep(
     rows,
     scalars,
+    status,
     places,
     partials,
-    status,
     CALLS: tl.constexpr,
     CODE: tl.constexpr,
     LOADS: tl.constexpr,
@@ -349,6 +349,7 @@ def _sweep(
     STORES: tl.constexpr,
     SUMMED: tl.constexpr,
     GRADIENT: tl.constexpr,
+    SKIPS: tl.constexpr,
     CLEARS: tl.constexpr,
     DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -365,7 +366,7 @@ def _sweep(
     t = tl.load(places + chunk * 2)
     start = tl.load(places + chunk * 2 + 1).to(tl.int64) * (BLOCK * TILES)
     row = rows + t * WIDTH
-    if status is not None:  # noqa: SIM102  (known when compiling, unlike the next condition)
+    if SKIPS:  # noqa: SIM102  (known when compiling, unlike the next condition)
         if tl.load(status + _SKIP) != 0:
             if CLEARS is not None:
                 _clear(row, start, CLEARS, DTYPES, BLOCK, TILES)
@@ -499,6 +500,8 @@ class _Sweep:
                 "STORES": tuple(i for _, i in a_pass.stores),
                 "SUMMED": tuple((i, _is_largest(kind)) for kind, i in a_pass.summed),
                 "GRADIENT": -1 if a_pass.raw else a_pass.loads.find("g"),
+                # gradients are measured before that is decided
+                "SKIPS": k > 0,
                 "CLEARS": roles.index("g") if a_pass.clears else None,
                 "DTYPES": tuple(_TYPES[dtype] for dtype in bucket.dtypes),
                 "COMPUTE": _TYPES[bucket.compute_dtype],
@@ -510,9 +513,9 @@ class _Sweep:
                 "BLOCK": _BLOCK,
                 "TILES": _TILES,
             }
-            tables = table.rows, table.scalars, places[begin:end], partials[begin:end]
+            tables = table.rows, table.scalars, table.status, places[begin:end], partials[begin:end]
             options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-            self._launches.append(_Launch(_sweep, end - begin, tables, 1, constants, options))
+            self._launches.append(_Launch(_sweep, end - begin, tables, 0, constants, options))
         self._reduce = None
         if len(sums):
             tables = partials, torch.from_numpy(firsts).to(table.device), sums, len(table.entries)
@@ -521,9 +524,9 @@ class _Sweep:
             options = {"num_warps": _ADDING_WARPS}
             self._reduce = _Launch(_reduce, len(table.entries), tables, 0, constants, options)
 
-    def __call__(self, status: torch.Tensor | None) -> None:
+    def __call__(self) -> None:
         for launch in self._launches:
-            launch(status)
+            launch()
         if self._reduce is not None:
             self._reduce()
 
@@ -597,4 +600,4 @@ def prepare(table, amp, first: bool) -> None:
 
 def sweep(table, k: int, skips: bool) -> None:
     with _on(table.device):
-        table.sweeps[k](table.status if skips else None)
+        table.sweeps[k]()
