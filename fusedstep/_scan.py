@@ -273,7 +273,8 @@ class Lists:
     @staticmethod
     def can_read(lists: Sequence[list[Tensor]]) -> bool:
         some = API is not None and len(lists[0]) > 0
-        return some and all(t.dim() <= MOST_DIMS for tensors in lists for t in tensors)
+        every = [t for tensors in lists for t in tensors]
+        return some and all(t.dim() <= MOST_DIMS and not is_distributed(t) for t in every)
 
     def look(self, lists: Sequence[list[Tensor]]) -> int:
         """SAME, MOVED if tensors only lie elsewhere (`addresses` then says where), else UNSURE."""

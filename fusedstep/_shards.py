@@ -111,11 +111,18 @@ def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
     sums[:, spread.rows] = mine
 
 
-def agree(found_inf: Tensor, spreads: Sequence[Spread]) -> Tensor:
+def meshes(params: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """All meshes of devices, in the same order on all ranks."""
+    in_order = (params[i] for i in sorted(range(len(params)), key=order.__getitem__))
+    return [*dict.fromkeys(p.device_mesh for p in in_order if is_distributed(p))]
+
+
+def agree(found_inf: Tensor, meshes: Sequence[Any]) -> Tensor:
     """Whether any rank has found infinities."""
     found = local(found_inf).clone()
-    for spread in spreads:
-        told = found.to(spread.device)
-        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=spread.group)
+    for mesh in meshes:
+        told = found.to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
         found = told.to(found.device)
     return found

@@ -127,7 +127,9 @@ class Table:
         self.clip = NORMS[self.besides.norm_type].clip if clips(hyper) else None
         by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
         self.entries = [entries[i] for i in by_bucket]
-        self.spreads = _shards.spreads([entry.param for entry in self.entries], by_bucket, self.device)
+        params = [entry.param for entry in self.entries]
+        self.spreads = _shards.spreads(params, by_bucket, self.device)
+        self.meshes = _shards.meshes(params, by_bucket)
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
         self.host_rows = np.zeros((len(entries), width), np.int64)
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
@@ -180,10 +182,9 @@ class Table:
         return all(bucket.refresh() for bucket in self.buckets)
 
     def _check_shared_grads(self) -> None:
-        grads = [
-            entry.grad.data_ptr() for entry in self.entries if entry.grad is not None and entry.grad.numel()
-        ]
-        if len({*grads}) != len(grads):
+        grads = [entry.here["g"] for entry in self.entries if entry.grad is not None]
+        addresses = [g.data_ptr() for g in grads if g.numel()]
+        if len({*addresses}) != len(addresses):
             raise RuntimeError(
                 "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "
                 "after step() instead of step(zero_grad=True, set_to_none=False)"
@@ -267,8 +268,8 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
 def step(tables: list[Table], amp: Amp) -> None:
     """One step of everything in these tables."""
     if amp.found_inf is not None:
-        groups = {spread.group: spread for table in tables for spread in table.spreads}
-        amp = amp._replace(found_inf=_shards.agree(amp.found_inf, [*groups.values()])) if groups else amp
+        meshes = [*dict.fromkeys(mesh for table in tables for mesh in table.meshes)]
+        amp = amp._replace(found_inf=_shards.agree(amp.found_inf, meshes)) if meshes else amp
     amps = [amp.to(table.device) for table in tables]
     for table in tables:
         table.begin()

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import _rules, _scalars, _scan
 from ._entry import Entry, Known, Settings, make_entry, real
 from ._passes import NORMS, Besides, Pass, Rule, complete
+from ._shards import local
 from ._table import Amp, Table, make_tables, total_norm, upload
 from ._table import step as step_tables
 from .engines import NAMES as NAMES_OF_ENGINES
@@ -249,8 +250,8 @@ def _check_adamw(
     for i, roles in enumerate(zip(*lists, strict=True)):
         for k, t in enumerate(roles):
             _check_tensor(names[k] if single else f"{names[k]}[{i}]", k, t, roles[0])
-    written = [t for k, tensors in enumerate(lists) for t in tensors if k != 1 and t.numel()]
-    addresses = [t.data_ptr() for t in written if not isinstance(t, FakeTensor)]
+    written = [local(t) for k, tensors in enumerate(lists) for t in tensors if k != 1]
+    addresses = [t.data_ptr() for t in written if not isinstance(t, FakeTensor) and t.numel()]
     if len({*addresses}) != len(addresses):
         raise ValueError("a tensor that is updated was given twice, and would be updated twice at once")
 

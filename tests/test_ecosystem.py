@@ -197,7 +197,7 @@ def test_zero_redundancy_optimizer_wraps_ours():
 
 @pytest.mark.usefixtures("process_group")
 @cases
-def test_sharded_parameters_step_through_the_torch_engine(case):
+def test_sharded_parameters_step_as_plain_ones(case):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
