@@ -143,7 +143,9 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
     # torch keeps states in the parameter's dtype: the nearest it has to the mixed case
     for peer in filter(_is_there, work.peers):
         fused = {"fused": True} if peer.startswith("torch.") else {}
-        steps[peer] = _step(peer, work, device, **fused)
+        # a class of ours is the peer of what goes along with it
+        plain = work._replace(options={}) if peer.startswith("fusedstep.") else work
+        steps[peer] = _step(peer, plain, device, **fused)
     for step in (*steps.values(),) * 2:  # compiled and allocated before the clock starts
         step()
     times = (timing.on_cpu if device == "cpu" else timing.on_gpu)([*steps.values()], rounds)
@@ -162,9 +164,7 @@ def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], An
         lists = params, [p.grad for p in params], *([torch.zeros_like(p) for p in params] for _ in range(2))
         return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
     groups = [{"params": [p]} for p in params] if work.model.endswith("groups") else params
-    # what is measured is measured beside the same class without
-    own = {} if name in work.peers and name.startswith("fusedstep.") else _known(name, work.options)
-    optimizer = _class(name)(groups, lr=1e-3, **own, **options)
+    optimizer = _class(name)(groups, lr=1e-3, **_known(name, work.options), **options)
     return _whole(optimizer, params, work.options) if "scaler" in work.options else optimizer.step
 
 
