@@ -65,7 +65,10 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
     """From the tables of an optimizer with these parameters."""
     device, norm_type = tables[0].device, tables[0].besides.norm_type
     where = {id(p): i for i, p in enumerate(params)}
-    order = np.array([where[id(entry.param)] for table in tables for entry in table.entries])
+    stepped = [entry.param for table in tables for entry in table.entries]
+    if not all(id(p) in where for p in stepped):
+        raise RuntimeError("a parameter has left its group since the last step; take another step() first")
+    order = np.array([where[id(p)] for p in stepped])
     places = torch.empty(len(order), dtype=torch.int64, device=device)
     upload(order, places)
     by_table = [_of_table(table) for table in tables]

@@ -179,6 +179,8 @@ def clip_grad_norm_(
     """
     if torch.compiler.is_compiling():
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    # torch takes the word "inf" too
+    norm_type = float(norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     # a gradient counts once
     by_grad = {id(p.grad): p for p in parameters if p.grad is not None}
@@ -189,7 +191,7 @@ def clip_grad_norm_(
     ours = norm_type in NORMS and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
     ours = ours and (norm_type == 2 or not any(g.is_complex() for g in grads))
     if ours and all(g.layout == torch.strided for g in grads):
-        besides = Besides(float(norm_type), measures=True)
+        besides = Besides(norm_type, measures=True)
         settings = Settings("functional.clip_grad_norm_", counts=False, besides=besides)
         hyper, key = [1.0, float(max_norm), 1e-6, 0.0], ("clip", norm_type, len(grads), grads[0].shape)
         with torch.no_grad():
