@@ -130,7 +130,8 @@ def test_any_mix_of_shapes_dtypes_layouts_groups_and_missing_gradients_equals_to
             dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
             param = LAYOUTS[layout](shape).to(dtype)
             members.append(torch.nn.Parameter(param))
-        options = {**case.options, "lr": data.draw(st.floats(1e-4, 1.0))}
+        # not 1: LAMB would take a single number to zero but for rounding, and its ratio there is another
+        options = {**case.options, "lr": data.draw(st.floats(1e-4, 0.5))}
         groups.append({"params": members, **options})
         ours += members
     theirs = [torch.nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in ours]
