@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hoo
 from . import engines
 from ._capture import Capture, Group, is_capturing
 from ._entry import Settings, state_dtype_for
-from ._passes import EMA, NORMS, Besides, Rule
+from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
@@ -76,8 +76,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"Invalid engine: {engine!r}; use one of {engines.NAMES}, or None")
         if clip_scope not in CLIP_SCOPES:
             raise ValueError(f"Invalid clip_scope: {clip_scope!r}; use one of {(*CLIP_SCOPES,)}")
-        if norm_type not in NORMS:
-            raise ValueError(f"Invalid norm_type: {norm_type!r}; use one of {(*NORMS,)}")
+        norm_of(norm_type)
         self.state_dtype, self.engine = state_dtype, engine
         self.clip_scope, self.norm_type = clip_scope, float(norm_type)
         # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself

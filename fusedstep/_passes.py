@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import _rules, _scalars
 from .engines import KEEP, OWN, RATE
@@ -21,14 +22,14 @@ _SUMS = "+^"
 class Extra(NamedTuple):
     """What a pass does besides: a function of what it read and, in capital letters, of what it found.
 
-    It gives out `gives`, and takes the scalars in these columns of a table's. `reports` names what it sums.
+    It gives out `gives`, and takes the scalars in these columns of a table's. `sums` names what it sums.
     """
 
     update: Callable
     takes: str
     gives: str
     scalars: tuple[int, ...] = ()
-    reports: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
 
 
 class Call(NamedTuple):
@@ -93,16 +94,28 @@ class Pass(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm of gradients: the pass that measures it, and how it clips."""
+    """A norm of gradients: the pass that measures it, how it clips, and for people to see: the norm of each
+    tensor from what was measured of it, and that of all from those.
+    """
 
     measure: Pass
     clip: Callable
+    each: Callable[[Tensor], Tensor]
+    joined: Callable[[Tensor], Tensor]
 
 
 NORMS = {
-    2.0: Norm(Pass(_rules.square, "g", "", "+", raw=True), _scalars.clip),
-    float("inf"): Norm(Pass(_rules.magnitude, "g", "", "^", raw=True), _scalars.clip_largest),
+    2.0: Norm(Pass(_rules.square, "g", "", "+", raw=True), _scalars.clip, torch.sqrt, torch.linalg.vector_norm),
+    float("inf"): Norm(
+        Pass(_rules.magnitude, "g", "", "^", raw=True), _scalars.clip_largest, torch.positive, torch.amax
+    ),
 }
+
+
+def norm_of(norm_type: float) -> Norm:
+    if norm_type not in NORMS:
+        raise ValueError(f"Invalid norm_type: {norm_type!r}; use one of {(*NORMS,)}")
+    return NORMS[norm_type]
 
 
 class Rule(NamedTuple):
@@ -149,11 +162,11 @@ class Rule(NamedTuple):
         return tuple(self.rows(k).start + i for k in ks for i in range(len(self.all_passes[k].sums)))
 
     @property
-    def reported(self) -> dict[str, int]:
-        """Which of all sums are there to be seen."""
+    def named_sums(self) -> dict[str, int]:
+        """Which of all sums are those of extras, by their names."""
         found: dict[str, int] = {}
         for k, a_pass in enumerate(self.all_passes):
-            names = [name for extra in a_pass.extras for name in extra.reports]
+            names = [name for extra in a_pass.extras for name in extra.sums]
             found |= {name: self.rows(k).stop - len(names) + i for i, name in enumerate(names)}
         return found
 
@@ -165,8 +178,8 @@ class Rule(NamedTuple):
 
 # what goes along with any rule
 
-_COUNT = Extra(_rules.odd, "g", "+", reports=("nonfinite",))
-_SIZES = Extra(_rules.sizes, "pP", "++", reports=("param", "update"))
+_COUNT = Extra(_rules.odd, "g", "+", sums=("nonfinite",))
+_SIZES = Extra(_rules.sizes, "pP", "++", sums=("param", "update"))
 _AVERAGE = Extra(_rules.averaged, "eP", "e", scalars=(KEEP, RATE))
 _CLEAR = Extra(_rules.cleared, "g", "g")
 # the state that it keeps
@@ -190,14 +203,14 @@ class Besides(NamedTuple):
 
 def complete(rule: Rule, besides: Besides, averages: bool) -> Rule:
     """A rule that does all of that as well; and keeps an average of the parameters, if it `averages`."""
-    norm = NORMS[besides.norm_type]
+    norm = norm_of(besides.norm_type)
     counts = besides.guards or (besides.reports and besides.measures)
 
     def with_extras(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
         reading = [i for i, a_pass in enumerate(passes) if "g" in a_pass.reads]
         extras: dict[int, tuple[Extra, ...]] = dict.fromkeys(range(len(passes)), ())
         if besides.reports and not besides.measures:
-            size = Extra(norm.measure.update, "g", norm.measure.sums, reports=("grad",))
+            size = Extra(norm.measure.update, "g", norm.measure.sums, sums=("grad",))
             extras[reading[0]] += size, _COUNT
         if besides.reports:
             extras[len(passes) - 1] += (_SIZES,)

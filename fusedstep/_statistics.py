@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._passes import NORMS
 from ._table import Table, upload
 from .engines import GRADIENT, LIVE, SCALE, SKIP
 
@@ -16,11 +17,11 @@ from .engines import GRADIENT, LIVE, SCALE, SKIP
 class Statistics(NamedTuple):
     """What the last step measured: of all parameters, then of each in the order of the groups.
 
-    All are tensors on the device of the first parameter. Norms are L2, those of gradients of the optimizer's
-    `norm_type`, before clipping and without the scale of a GradScaler. The update is what was to be added to
-    the parameters, decay included; it and the parameters are taken before they are rounded to 16 bits. What was
-    not measured is NaN: everything of a parameter without a gradient, and most of a step that was skipped,
-    whose update is 0.
+    All are tensors on one device, that of the first parameter stepped. Norms are L2, those of gradients of the
+    optimizer's `norm_type`, before clipping and without the scale of a GradScaler. The update is what was to be
+    added to the parameters, decay included; it and the parameters are taken before they are rounded to 16 bits.
+    What was not measured is NaN: everything of a parameter without a gradient, and most of a step that was
+    skipped, whose update is 0.
     """
 
     skipped: Tensor
@@ -40,10 +41,9 @@ class Statistics(NamedTuple):
 
 def _of_table(table: Table) -> dict[str, Tensor]:
     """Of every row."""
-    sums, scalars, rows = table.sums, table.scalars, table.rule.reported
+    sums, scalars, rows = table.sums, table.scalars, table.rule.named_sums
     skipped, scale = table.status[SKIP] != 0, table.status[SCALE]
-    grads = sums[rows.get("grad", 0)]
-    grads = grads.sqrt() if table.besides.norm_type == 2 else grads
+    grads = NORMS[table.besides.norm_type].each(sums[rows.get("grad", 0)])
     found = {
         "param_norms": torch.where(skipped, torch.nan, sums[rows["param"]].sqrt()),
         "update_norms": torch.where(skipped, 0, sums[rows["update"]].sqrt()),
@@ -63,7 +63,7 @@ def _of_table(table: Table) -> dict[str, Tensor]:
 @torch.no_grad()
 def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
     """From the tables of an optimizer with these parameters."""
-    device, norm_type = tables[0].device, tables[0].besides.norm_type
+    device, norm = tables[0].device, NORMS[tables[0].besides.norm_type]
     where = {id(p): i for i, p in enumerate(params)}
     stepped = [entry.param for table in tables for entry in table.entries]
     if not all(id(p) in where for p in stepped):
@@ -81,14 +81,11 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
     def measured(name: str, otherwise: float) -> Tensor:
         return torch.where(live, of_rows[name], otherwise)
 
-    def l2(name: str) -> Tensor:
-        return measured(name, 0).square().sum().sqrt()
-
     return Statistics(
         skipped=tables[0].status[SKIP] != 0,
-        grad_norm=l2("grad_norms") if norm_type == 2 else measured("grad_norms", 0).amax(),
-        param_norm=l2("param_norms"),
-        update_norm=l2("update_norms"),
+        grad_norm=norm.joined(measured("grad_norms", 0)),
+        param_norm=torch.linalg.vector_norm(measured("param_norms", 0)),
+        update_norm=torch.linalg.vector_norm(measured("update_norms", 0)),
         clip_factor=measured("clip_factors", 1).amin(),
         nonfinite=measured("nonfinites", 0).sum(),
         **each,

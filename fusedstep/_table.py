@@ -12,7 +12,7 @@ per group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from . import _scan, _shards
 from ._capture import is_capturing
 from ._entry import Entry, Settings
 from ._layout import numel
-from ._passes import NORMS, Besides
+from ._passes import NORMS
 from .engines import FOUND, FULL, GROUP, LIMIT, LIVE, NUMEL, OWN, POINTERS, SEGMENT, compute_dtype
 
 
@@ -208,7 +208,7 @@ class Table:
     def sweep(self, k: int, skips: bool) -> None:
         """Pass `k`, with its sums taken over all ranks that hold parts of a tensor."""
         self.engine.sweep(self, k, skips)
-        kinds = "".join(kind for kind, _ in self.rule.all_passes[k].summed)
+        kinds = "".join(kind for kind, _ in self.rule.all_passes[k].summed) if self.spreads else ""
         for spread in self.spreads if kinds else ():
             _shards.add_up(self.sums[self.rule.rows(k)], kinds, spread)
 
@@ -280,12 +280,6 @@ def step(tables: list[Table], amp: Amp) -> None:
             _exchange(tables)
     for table, there in zip(tables, amps, strict=True):
         table.update(there)
-
-
-def total_norm(besides: Besides, measured: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients, from what was measured of each."""
-    everything = torch.cat([m.to(measured[0].device) for m in measured])
-    return everything.sum().sqrt() if besides.norm_type == 2 else everything.amax()
 
 
 def _exchange(tables: list[Table]) -> None:

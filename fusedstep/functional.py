@@ -20,7 +20,7 @@ from . import _rules, _scalars, _scan
 from ._entry import Entry, Known, Settings, make_entry, real
 from ._passes import NORMS, Besides, Pass, Rule, complete
 from ._shards import local
-from ._table import Amp, Table, make_tables, total_norm, upload
+from ._table import Amp, Table, make_tables, upload
 from ._table import step as step_tables
 from .engines import NAMES as NAMES_OF_ENGINES
 from .optimizers import ADAM, AMSGRAD
@@ -197,7 +197,9 @@ def clip_grad_norm_(
         with torch.no_grad():
             rule = complete(_CLIP, besides, averages=False)
             tables = _call(key, (grads, grads), rule, settings, hyper, _on_host(1.0), lambda: None)
-            return total_norm(besides, [table.sums[0] for table in tables]).to(grads[0].device, dtype)
+            norm = NORMS[norm_type]
+            norms = [norm.each(table.sums[0]).to(tables[0].device) for table in tables]
+            return norm.joined(torch.cat(norms)).to(grads[0].device, dtype)
     wide = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, dtype)) for g in grads]
     total = torch.linalg.vector_norm(torch.stack([n.to(grads[0].device, dtype) for n in wide]), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests import ranks
+
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not HAS_GPU:
@@ -46,3 +48,25 @@ def engine(request):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread():
+    """Two that wait for each other at every small operation take seconds where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two processes that run functions."""
+    with ranks.world(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def four():
+    with ranks.world(4) as world:
+        yield world

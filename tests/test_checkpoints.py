@@ -33,18 +33,6 @@ KINDS = {
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture(scope="module")
-def two():
-    with ranks.world(2) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks.world(4) as world:
-        yield world
-
-
 class Alone:
     """One process without a group: this one."""
 

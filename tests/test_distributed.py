@@ -36,18 +36,6 @@ cases = pytest.mark.parametrize("case", [*KINDS, *MORE], ids=name_of)
 kinds = pytest.mark.parametrize("case", KINDS, ids=name_of)
 
 
-@pytest.fixture(scope="module")
-def two():
-    with ranks.world(2) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks.world(4) as world:
-        yield world
-
-
 def rank():
     return torch.distributed.get_rank()
 

@@ -33,16 +33,8 @@ optimizers = pytest.mark.parametrize(
     ],
     ids=["sgd", "adamw", "lamb"],
 )
+pytestmark = pytest.mark.usefixtures("one_thread")
 precisions = pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two that wait for each other at every small operation take seconds where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Net(lightning.LightningModule):

@@ -26,18 +26,10 @@ optimizers = pytest.mark.parametrize(
     ],
     ids=["sgd", "adamw", "lamb"],
 )
+pytestmark = pytest.mark.usefixtures("one_thread")
 # weights that differ in their last bit may be cast to neighbours in bfloat16
 precisions = pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-5), (True, 5e-3)], ids=["fp32", "bf16"])
 ways = pytest.mark.parametrize("as_class", [True, False], ids=["class", "instance"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two that wait for each other at every small operation take seconds where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def train(path, cls, options, as_class=True, checkpoint=None, seed=0, **arguments):

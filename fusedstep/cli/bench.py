@@ -258,7 +258,9 @@ def _bytes(work: Work) -> int:
     rule = complete(rule, Besides(), averages).for_dtypes((of_param, of_param, of_state))
     letters = "g" if group.get("max_grad_norm") or optimizer.skip_nonfinite else ""
     letters += "".join(a_pass.loads + a_pass.writes for a_pass in rule.passes) + "e" * averages
-    per_element = sum((of_param if letter in "pg" else of_state).itemsize for letter in letters)
+    of_average = torch.promote_types(of_param, torch.float32)
+    dtypes = {"p": of_param, "g": of_param, "e": of_average}
+    per_element = sum(dtypes.get(letter, of_state).itemsize for letter in letters)
     return per_element * sum(math.prod(shape) for shape in MODELS[work.model])
 
 

@@ -8,7 +8,7 @@ prepare(table, amp, first)
                        the scalars of every live row, from what was summed so far; the first one decides whether
                        the step is taken, and counts it
 sweep(table, k, skips) pass `k` over every live row, in place, its sums into the table; 0 measures gradients.
-                       With `skips`, only if the step is taken
+                       Only if the step is taken; without `skips` it is
 """
 
 from __future__ import annotations
