@@ -19,7 +19,8 @@ class Settings(NamedTuple):
     """What holds for everything an optimizer steps.
 
     Scalars are computed in `exact`: float64, so that bias corrections hold at any step. `counts` says whether
-    a step is counted before it is taken.
+    a step is counted before it is taken. The ranks of `norm_group` step other parameters, which are clipped
+    together with those here.
     """
 
     owner: str
@@ -29,6 +30,7 @@ class Settings(NamedTuple):
     exact: torch.dtype = torch.float64
     counts: bool = True
     besides: Besides = Besides()
+    norm_group: Any = None
 
 
 class Known(NamedTuple):

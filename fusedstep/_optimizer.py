@@ -26,7 +26,7 @@ from ._table import CLIP_SCOPES, Amp
 _WAYS = ("foreach", "capturable", "differentiable", "fused")
 TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
 # arguments that hold for all groups
-_WHOLE = {"norm_type", "skip_nonfinite", "statistics", "state_dtype", "engine", "clip_scope"}
+_WHOLE = {"norm_type", "norm_group", "skip_nonfinite", "statistics", "state_dtype", "engine", "clip_scope"}
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -60,6 +60,7 @@ class Optimizer(torch.optim.Optimizer):
             defaults.pop(name, None)
         params, state_dtype, engine = (defaults.pop(name) for name in ("params", "state_dtype", "engine"))
         clip_scope, norm_type = defaults.pop("clip_scope", "global"), defaults.pop("norm_type", 2.0)
+        norm_group = defaults.pop("norm_group", None)
         # set to True, a step is skipped if a gradient holds NaN or inf
         self.skip_nonfinite = bool(defaults.pop("skip_nonfinite", False))
         # set to True, `statistics()` has something to tell
@@ -77,8 +78,10 @@ class Optimizer(torch.optim.Optimizer):
         if clip_scope not in CLIP_SCOPES:
             raise ValueError(f"Invalid clip_scope: {clip_scope!r}; use one of {(*CLIP_SCOPES,)}")
         norm_of(norm_type)
+        if norm_group is not None:
+            _check_norm_group(norm_group, clip_scope)
         self.state_dtype, self.engine = state_dtype, engine
-        self.clip_scope, self.norm_type = clip_scope, float(norm_type)
+        self.clip_scope, self.norm_type, self.norm_group = clip_scope, float(norm_type), norm_group
         # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
         self._step_supports_amp_scaling = True
         # step counts of rules that do not save them
@@ -129,7 +132,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def settings(self) -> Settings:
-        return Settings(type(self).__name__, self.engine, self.state_dtype, self.clip_scope)
+        owner, whole = type(self).__name__, (self.engine, self.state_dtype, self.clip_scope)
+        return Settings(owner, *whole, norm_group=self.norm_group)
 
     @staticmethod
     def profile_hook_step(func: Callable) -> Callable:
@@ -317,15 +321,15 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
-        ours += ["unsaved_steps", "_step_supports_amp_scaling"]
+        ours = ["state_dtype", "engine", "clip_scope", "norm_type", "norm_group", "skip_nonfinite"]
+        ours += ["collect_statistics", "unsaved_steps", "_step_supports_amp_scaling"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # of one pickled before there were these
-        for name, value in (("norm_type", 2.0), ("skip_nonfinite", False), ("collect_statistics", False)):
-            self.__dict__.setdefault(name, value)
+        new = {"norm_type": 2.0, "norm_group": None, "skip_nonfinite": False, "collect_statistics": False}
+        self.__dict__.update(new | self.__dict__)
         self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
@@ -408,6 +412,19 @@ def _arguments(cls: type) -> dict[str, inspect.Parameter]:
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     signatures = reversed([*map(inspect.signature, constructors)])
     return {name: p for signature in signatures for name, p in signature.parameters.items()}
+
+
+def _check_norm_group(group: Any, clip_scope: str) -> None:
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"Invalid norm_group: {group!r}; use a process group that this rank is in, for example "
+            "torch.distributed.group.WORLD or mesh.get_group('pp')"
+        )
+    if clip_scope != "global":
+        raise ValueError(
+            f"norm_group joins the norm of all parameters with that of other ranks, but clip_scope is "
+            f"{clip_scope!r}; use clip_scope='global', or leave norm_group out"
+        )
 
 
 def _check_flags(options: dict[str, Any]) -> None:

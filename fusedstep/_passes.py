@@ -16,7 +16,8 @@ from torch import Tensor
 from . import _rules, _scalars
 from .engines import KEEP, OWN, RATE
 
-_SUMS = "+^"
+# how terms are summed
+FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"+": torch.sum, "^": torch.amax}
 
 
 class Extra(NamedTuple):
@@ -71,12 +72,17 @@ class Pass(NamedTuple):
     @property
     def stores(self) -> tuple[tuple[str, int], ...]:
         """Letters that are stored, and at which place of what is given out."""
-        return tuple((letter, i) for i, letter in enumerate(self.gives) if letter not in _SUMS)
+        return tuple((letter, i) for i, letter in enumerate(self.gives) if letter not in FOLDS)
 
     @property
     def summed(self) -> tuple[tuple[str, int], ...]:
         """How terms are summed, and at which place of what is given out they are."""
-        return tuple((kind, i) for i, kind in enumerate(self.gives) if kind in _SUMS)
+        return tuple((kind, i) for i, kind in enumerate(self.gives) if kind in FOLDS)
+
+    @property
+    def kinds(self) -> str:
+        """How terms are summed."""
+        return "".join(kind for kind, _ in self.summed)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -201,16 +207,21 @@ class Besides(NamedTuple):
     reports: bool = False
 
 
+def measure_of(besides: Besides) -> Pass:
+    """The pass over gradients that comes before the update, if the step `measures`."""
+    counts = besides.guards or (besides.reports and besides.measures)
+    return norm_of(besides.norm_type).measure._replace(extras=(_COUNT,) if counts else ())
+
+
 def complete(rule: Rule, besides: Besides, averages: bool) -> Rule:
     """A rule that does all of that as well; and keeps an average of the parameters, if it `averages`."""
-    norm = norm_of(besides.norm_type)
-    counts = besides.guards or (besides.reports and besides.measures)
+    measure = measure_of(besides)
 
     def with_extras(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
         reading = [i for i, a_pass in enumerate(passes) if "g" in a_pass.reads]
         extras: dict[int, tuple[Extra, ...]] = dict.fromkeys(range(len(passes)), ())
         if besides.reports and not besides.measures:
-            size = Extra(norm.measure.update, "g", norm.measure.sums, sums=("grad",))
+            size = Extra(measure.update, "g", measure.sums, sums=("grad",))
             extras[reading[0]] += size, _COUNT
         if besides.reports:
             extras[len(passes) - 1] += (_SIZES,)
@@ -225,5 +236,5 @@ def complete(rule: Rule, besides: Besides, averages: bool) -> Rule:
         narrow=with_extras(rule.narrow) if rule.narrow else (),
         states={**rule.states, **({"e": EMA} if averages else {})},
         reports=rule.reports if besides.reports else (),
-        measure=norm.measure._replace(extras=(_COUNT,) if counts else ()),
+        measure=measure,
     )

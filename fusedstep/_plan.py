@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import _scan
+from . import _scan, _shards
 from ._capture import is_capturing
 from ._entry import Entry, Known, make_entry
 from ._passes import Besides, complete
@@ -82,7 +82,9 @@ class Plan:
 
         self.besides = besides
         measures = besides.guards or clips(self._hyper)
-        settings = optimizer.settings._replace(besides=besides._replace(measures=measures))
+        self._settings = settings = optimizer.settings._replace(besides=besides._replace(measures=measures))
+        if settings.norm_group is not None:
+            _shards.check_norm_group(settings.norm_group, params, settings.owner)
         self._pending: list[Tensor] = []
         entries: list[Entry] = []
         for i, (rule, averages) in enumerate(self._kinds):
@@ -232,4 +234,4 @@ class Plan:
                 table.hyper[row, column].copy_(value, non_blocking=True)
 
     def step(self, amp: Amp) -> None:
-        step(self.tables, amp)
+        step(self.tables, amp, self._settings)

@@ -19,6 +19,7 @@ import ctypes
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,13 @@ def _knows_parts(t: Any) -> bool:
     return API[DISTRIBUTED] == id(type(t)) and type(t._local_tensor) is Tensor
 
 
+def _kernels() -> ModuleType:
+    """The compiled loops; not imported before there is something to look at: they need Numba."""
+    from . import _scan_kernels
+
+    return _scan_kernels
+
+
 def _has_own_grad(p: Tensor) -> bool:
     """Whether the gradient is where torch keeps it, and not what a subclass makes of it."""
     return type(p).grad is Tensor.grad
@@ -162,11 +170,9 @@ def _has_own_grad(p: Tensor) -> bool:
 
 def _read(tensors: Sequence[Sequence[Tensor]]) -> tuple[np.ndarray, np.ndarray]:
     """What kind of tensor each is, and where."""
-    from ._scan_kernels import read_tensors
-
     ids = np.array([[*map(id, roles)] for roles in tensors], np.int64)
     sizes = np.array([[t.element_size() for t in roles] for roles in tensors], np.int64)
-    return read_tensors(API, ids, sizes)
+    return _kernels().read_tensors(API, ids, sizes)
 
 
 def _ids(objects: Iterable[Any]) -> np.ndarray:
@@ -177,6 +183,7 @@ class Groups:
     """The groups as they were: which parameters and option values they hold, and all states there are."""
 
     def __init__(self, groups: list[dict], options: Sequence[str], state: dict, absent: list[Tensor]) -> None:
+        self._kernels = _kernels()
         lists = [group["params"] for group in groups]
         params, states = [p for members in lists for p in members], [*state.values()]
         self._kept, self._options = (groups, lists, params, states, absent), options
@@ -199,12 +206,10 @@ class Groups:
 
     def look(self, groups: Any, state: Any) -> int:
         """SAME, MOVED if only options are others, else UNSURE: also if a gradient came where there was none."""
-        from ._scan_kernels import scan_groups
-
         if type(groups) is not list or not isinstance(state, dict):
             return UNSURE
         facts = self._version, self._groups, self._values
-        return scan_groups(API, id(groups), id(state), *facts, *self._arrays)
+        return self._kernels.scan_groups(API, id(groups), id(state), *facts, *self._arrays)
 
     def renew_options(self, groups: list[dict]) -> None:
         """Remember other options of the same groups."""
@@ -219,6 +224,7 @@ class Entries:
     """Parameters with their gradients, states and step counts as they were, and where."""
 
     def __init__(self, entries: Sequence[Entry], names: Sequence[str], absent: list[Tensor]) -> None:
+        self._kernels = _kernels()
         params, states = [e.param for e in entries], [e.state for e in entries]
         counts = [e.step if e.rule.saves_step else None for e in entries]
         specs = [getattr(e.grad, "_spec", None) for e in entries]
@@ -252,22 +258,19 @@ class Entries:
 
         A gradient where there was none is a reason to be unsure too.
         """
-        from ._scan_kernels import scan_entries
-
         facts = self._facts, self._tensors, self._names, self._counts, self._absent
-        return scan_entries(API, *facts, self.addresses)
+        return self._kernels.scan_entries(API, *facts, self.addresses)
 
     def count_writes(self, grads: bool) -> None:
         """Tell autograd that the parameters were written, and their gradients as well."""
-        from ._scan_kernels import count_writes
-
-        count_writes(API, self._facts, grads)
+        self._kernels.count_writes(API, self._facts, grads)
 
 
 class Lists:
     """Lists of tensors as they were, the n-th of each belonging together, and where."""
 
     def __init__(self, lists: Sequence[list[Tensor]]) -> None:
+        self._kernels = _kernels()
         self._tensors, self.addresses = _read([*zip(*lists, strict=True)])
 
     @staticmethod
@@ -278,6 +281,4 @@ class Lists:
 
     def look(self, lists: Sequence[list[Tensor]]) -> int:
         """SAME, MOVED if tensors only lie elsewhere (`addresses` then says where), else UNSURE."""
-        from ._scan_kernels import scan_lists
-
-        return scan_lists(API, _ids(lists), self._tensors, self.addresses)
+        return self._kernels.scan_lists(API, _ids(lists), self._tensors, self.addresses)

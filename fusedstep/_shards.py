@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._passes import FOLDS
+
 
 def is_distributed(t: Any) -> bool:
     # nobody has one before it is imported, which takes a while
@@ -76,53 +78,78 @@ class Spread(NamedTuple):
     """Which rows of a table are spread over the ranks of a process group."""
 
     group: Any
-    # where the group can talk
-    device: str
     rows: Tensor
 
 
 def spreads(params: Sequence[Any], order: Sequence[int], device: torch.device) -> list[Spread]:
     """Of a table with these parameters: all process groups, in the same order on all ranks."""
-    found: dict[Any, tuple[str, list[int]]] = {}
+    found: dict[Any, list[int]] = {}
     for i in sorted(range(len(params)), key=order.__getitem__):
         p = params[i]
         for dim, placement in enumerate(p.placements if is_distributed(p) else ()):
             if not placement.is_replicate():
-                group = p.device_mesh.get_group(dim)
-                found.setdefault(group, (p.device_mesh.device_type, []))[1].append(i)
-    return [Spread(group, kind, torch.tensor(rows).to(device)) for group, (kind, rows) in found.items()]
+                found.setdefault(p.device_mesh.get_group(dim), []).append(i)
+    return [Spread(group, torch.tensor(rows).to(device)) for group, rows in found.items()]
+
+
+def process_groups(params: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """All whose ranks hold parts or copies of these parameters, in the same order on all ranks."""
+    in_order = (params[i] for i in sorted(range(len(params)), key=order.__getitem__))
+    meshes = dict.fromkeys(p.device_mesh for p in in_order if is_distributed(p))
+    return [*dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))]
+
+
+def _all_reduced(sums: Tensor, kind: str, group: Any) -> Tensor:
+    if kind == "+":
+        reduced = sums.clone()
+        torch.distributed.all_reduce(reduced, group=group)
+        return reduced
+    # what is no number is no larger than others: tell it apart
+    both = torch.stack((sums.nan_to_num(nan=0.0, posinf=torch.inf), sums.isnan().to(sums.dtype)))
+    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
+    return torch.where(both[1] != 0, torch.nan, both[0])
+
+
+def _joined(sums: Tensor, kinds: str, group: Any) -> Tensor:
+    """Sums over all ranks of a process group: one all-reduce for every kind of them."""
+    # the group takes tensors on these, this one perhaps among them
+    devices = {device.type: device for device in group._device_types}
+    there = sums.to(devices.get(sums.device.type, group._device_types[0]))
+    # in the same order on all ranks
+    by_kind = {kind: _all_reduced(there, kind, group) for kind in sorted({*kinds})}
+    return torch.stack([by_kind[kind][i] for i, kind in enumerate(kinds)]).to(sums.device)
 
 
 def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
     """Make sums over the parts that are here those over all ranks of a process group."""
-    mine = sums[:, spread.rows]
-    # in the same order on all ranks
-    for kind in sorted({*kinds}):
-        rows = [i for i, k in enumerate(kinds) if k == kind]
-        vector = mine[rows].to(spread.device)
-        if kind == "+":
-            torch.distributed.all_reduce(vector, group=spread.group)
-        else:
-            # what is no number is no larger than others: tell it apart
-            both = torch.stack((vector.nan_to_num(nan=0.0, posinf=torch.inf), vector.isnan().to(vector.dtype)))
-            torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=spread.group)
-            vector = torch.where(both[1] != 0, torch.nan, both[0])
-        mine[rows] = vector.to(sums.device)
-    sums[:, spread.rows] = mine
+    if kinds:
+        sums[:, spread.rows] = _joined(sums[:, spread.rows], kinds, spread.group)
 
 
-def meshes(params: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """All meshes of devices, in the same order on all ranks."""
-    in_order = (params[i] for i in sorted(range(len(params)), key=order.__getitem__))
-    return [*dict.fromkeys(p.device_mesh for p in in_order if is_distributed(p))]
+def total(sums: Sequence[Tensor], kinds: str, group: Any) -> Tensor:
+    """Of everything that this and all other ranks of a process group have summed: one column."""
+    # this rank may have nothing
+    like = sums[0] if sums else torch.zeros(0, dtype=torch.float64)
+    ours = torch.cat([like.new_zeros(len(kinds), 1), *(t.to(like.device) for t in sums)], 1)
+    folded = torch.stack([FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)])
+    return _joined(folded.unsqueeze(1), kinds, group)
 
 
-def agree(found_inf: Tensor, meshes: Sequence[Any]) -> Tensor:
-    """Whether any rank has found infinities."""
-    found = local(found_inf).clone()
-    for mesh in meshes:
-        told = found.to(mesh.device_type)
-        for dim in range(mesh.ndim):
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
-        found = told.to(found.device)
-    return found
+def check_norm_group(group: Any, params: Sequence[Any], owner: str) -> None:
+    """Raise where ranks of this group hold the same parameter, whose norm would count twice."""
+    ranks = {*torch.distributed.get_process_group_ranks(group)}
+    for mesh in {p.device_mesh for p in params if is_distributed(p)}:
+        if len(ranks.intersection(mesh.mesh.flatten().tolist())) > 1:
+            raise RuntimeError(
+                f"{owner} was given a norm_group of ranks that hold parts of the same parameters, over which "
+                "norms are taken anyway; leave norm_group out, or give it ranks that hold other parameters, as "
+                "the stages of a pipeline do"
+            )
+
+
+def agree(found_inf: Tensor, groups: Sequence[Any]) -> Tensor:
+    """Whether any rank of these process groups has found infinities."""
+    found = local(found_inf).reshape(1, 1)
+    for group in groups:
+        found = _joined(found, "^", group)
+    return found.reshape(())

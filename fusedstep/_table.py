@@ -26,8 +26,12 @@ from . import _scan, _shards
 from ._capture import is_capturing
 from ._entry import Entry, Settings
 from ._layout import numel
-from ._passes import NORMS
+from ._passes import NORMS, measure_of
 from .engines import FOUND, FULL, GROUP, LIMIT, LIVE, NUMEL, OWN, POINTERS, SEGMENT, compute_dtype
+
+
+def _tensor(number: Any) -> Tensor | None:
+    return number if number is None or isinstance(number, Tensor) else torch.tensor(float(number))
 
 
 class Amp(NamedTuple):
@@ -39,8 +43,7 @@ class Amp(NamedTuple):
     @staticmethod
     def of(scale: Any, found_inf: Any) -> Amp:
         """Of what may be numbers: torch hands over 0 where there were no gradients to look at."""
-        given = (scale, found_inf)
-        return Amp(*(t if t is None or isinstance(t, Tensor) else torch.tensor(float(t)) for t in given))
+        return Amp(_tensor(scale), _tensor(found_inf))
 
     def to(self, device: torch.device) -> Amp:
         if self.scale is None and self.found_inf is None:
@@ -129,7 +132,7 @@ class Table:
         self.entries = [entries[i] for i in by_bucket]
         params = [entry.param for entry in self.entries]
         self.spreads = _shards.spreads(params, by_bucket, self.device)
-        self.meshes = _shards.meshes(params, by_bucket)
+        self.process_groups = _shards.process_groups(params, by_bucket)
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
         self.host_rows = np.zeros((len(entries), width), np.int64)
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
@@ -208,9 +211,8 @@ class Table:
     def sweep(self, k: int, skips: bool) -> None:
         """Pass `k`, with its sums taken over all ranks that hold parts of a tensor."""
         self.engine.sweep(self, k, skips)
-        kinds = "".join(kind for kind, _ in self.rule.all_passes[k].summed) if self.spreads else ""
-        for spread in self.spreads if kinds else ():
-            _shards.add_up(self.sums[self.rule.rows(k)], kinds, spread)
+        for spread in self.spreads:
+            _shards.add_up(self.sums[self.rule.rows(k)], self.rule.all_passes[k].kinds, spread)
 
     def _upload_rows(self) -> None:
         captures = is_capturing()
@@ -257,38 +259,46 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
         by_table.setdefault((entry.engine, entry.device), []).append(entry)
     tables = [Table(engine, members, hyper, settings) for (engine, _), members in by_table.items()]
     for table in tables:
-        if len(tables) > 1:
-            segments = torch.from_numpy(np.concatenate([other.segments for other in tables]))
+        if settings.norm_group is not None or len(tables) > 1:
+            # with other ranks all are clipped together, and one number tells of them
+            alone = settings.norm_group is None
+            every = np.concatenate([other.segments for other in tables]) if alone else np.zeros(1, np.int64)
+            segments = torch.from_numpy(every)
             measured = len(table.rule.measure.summed)
             table.everyone = table.sums.new_zeros(measured, len(segments)), segments.to(table.device)
         table.engine.compile(table)
     return tables
 
 
-def step(tables: list[Table], amp: Amp) -> None:
+def step(tables: list[Table], amp: Amp, settings: Settings) -> None:
     """One step of everything in these tables."""
+    norm_group = settings.norm_group
     if amp.found_inf is not None:
-        meshes = [*dict.fromkeys(mesh for table in tables for mesh in table.meshes)]
-        amp = amp._replace(found_inf=_shards.agree(amp.found_inf, meshes)) if meshes else amp
+        groups = [*dict.fromkeys(group for table in tables for group in table.process_groups)]
+        groups += [] if norm_group is None else [norm_group]
+        amp = amp._replace(found_inf=_shards.agree(amp.found_inf, groups)) if groups else amp
     amps = [amp.to(table.device) for table in tables]
     for table in tables:
         table.begin()
-    if tables and tables[0].besides.measures:
+    if settings.besides.measures:
         for table in tables:
             table.sweep(0, skips=False)
-        if len(tables) > 1:
-            _exchange(tables)
+        if norm_group is not None or len(tables) > 1:
+            measured = [table.sums[table.rule.rows(0)] for table in tables]
+            if norm_group is not None:
+                # also where nothing is measured: the other ranks wait for this one
+                measured = [_shards.total(measured, measure_of(settings.besides).kinds, norm_group)]
+            _share(tables, measured)
     for table, there in zip(tables, amps, strict=True):
         table.update(there)
 
 
-def _exchange(tables: list[Table]) -> None:
-    """Give every table the measurements of all."""
+def _share(tables: list[Table], measured: list[Tensor]) -> None:
+    """Give every table all measurements."""
     for table in tables:
         # what comes to the host must have arrived before it is read there
         waits = table.device.type == "cpu"
-        parts = [other.sums[other.rule.rows(0)].to(table.device, non_blocking=not waits) for other in tables]
-        torch.cat(parts, 1, out=table.everyone[0])
+        torch.cat([t.to(table.device, non_blocking=not waits) for t in measured], 1, out=table.everyone[0])
 
 
 def upload(host: np.ndarray, device: Tensor) -> None:

@@ -287,7 +287,7 @@ class _Call:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, lists: Lists, rule: Rule, settings: Settings, hyper: list[float]) -> None:
-        self._hyper = hyper
+        self._hyper, self._settings = hyper, settings
         # states that lie otherwise than their parameters are updated in copies
         self._moved: list[tuple[Tensor, Tensor]] = []
         entries = [self._entry(roles, rule, settings) for roles in zip(*lists, strict=True)]
@@ -340,7 +340,7 @@ class _Call:
         self._hyper = hyper
         for bucket, _ in self._buckets:
             bucket.written = []
-        step_tables(self.tables, Amp())
+        step_tables(self.tables, Amp(), self._settings)
         for k, tensors in enumerate(lists):
             if k != 1:
                 torch.autograd.graph.increment_version(tensors)

@@ -6,6 +6,8 @@ Arguments that every class takes beyond its own:
     max_grad_norm  scale gradients down to this norm, taken over all parameters, as they are read: `p.grad`
                    itself stays as it is. None, 0 or less: no limit. A group's own limit holds for that group
     norm_type      which norm that is: 2, or inf for the largest element
+    norm_group     process group of ranks that step other parameters of the same model, as those of
+                   ZeroRedundancyOptimizer or the stages of a pipeline do: norm and skips are one for all
     skip_nonfinite skip a step, on the device, if a gradient holds NaN or inf; `step_was_skipped` and
                    `skipped_steps` tell
     ema_decay      keep a moving average of the parameters, state `ema`, in float32 at least, from what they are
@@ -98,6 +100,7 @@ class SGD(Optimizer):
         fused: bool | None = None,
         max_grad_norm: float | Tensor | None = None,
         norm_type: float = 2.0,
+        norm_group: Any = None,
         skip_nonfinite: bool = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
@@ -179,6 +182,7 @@ class Adam(_AdamFamily):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | Tensor | None = None,
         norm_type: float = 2.0,
+        norm_group: Any = None,
         skip_nonfinite: bool = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
@@ -235,6 +239,7 @@ class AdamW(_AdamFamily):
         fused: bool | None = None,
         max_grad_norm: float | Tensor | None = None,
         norm_type: float = 2.0,
+        norm_group: Any = None,
         skip_nonfinite: bool = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
@@ -314,6 +319,7 @@ class BertAdam(Optimizer):
         clip_scope: str = "tensor",
         maximize: bool = False,
         norm_type: float = 2.0,
+        norm_group: Any = None,
         skip_nonfinite: bool = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
@@ -396,6 +402,7 @@ class Lamb(Optimizer):
         always_adapt: bool = False,
         maximize: bool = False,
         norm_type: float = 2.0,
+        norm_group: Any = None,
         skip_nonfinite: bool = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,

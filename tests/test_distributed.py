@@ -1,6 +1,8 @@
 """Ranks that hold parts of tensors, or copies: together they do what one process does with the whole."""
 
 import copy
+import functools
+import io
 from typing import NamedTuple
 
 import pytest
@@ -574,7 +576,9 @@ def zero_redundancy(cls, options):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model, one = ddp(model_of()), ddp(model_of())
-    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=cls, lr=0.1, **options)
+    clips = options.get("max_grad_norm", 1.0 if cls is fusedstep.Lamb else None) is not None
+    made = functools.partial(cls, norm_group=torch.distributed.group.WORLD) if clips else cls
+    ours = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=made, lr=0.1, **options)
     theirs = cls(one.parameters(), lr=0.1, **options)
     for i in range(4):
         for net, optimizer in ((model, ours), (one, theirs)):
@@ -584,14 +588,145 @@ def zero_redundancy(cls, options):
     ours.consolidate_state_dict()
     if rank() == 0:
         assert len(ours.state_dict()["state"]) == 6
+    # it can be saved, whatever the local optimizer was given
+    torch.save(ours.state_dict() if rank() == 0 else {}, io.BytesIO())
     for p, q in zip(model.parameters(), one.parameters(), strict=True):
-        assert torch.equal(p, q)
+        if clips:
+            assert_close(p.detach(), q.detach())
+        else:
+            assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}, {"max_grad_norm": None}, {"max_grad_norm": 0.1}])
 @pytest.mark.parametrize("cls", [fusedstep.AdamW, fusedstep.Lamb])
 def test_zero_redundancy_optimizer_splits_states(two, cls, options):
-    two.run(zero_redundancy, cls, {**options, **({"max_grad_norm": None} if cls is fusedstep.Lamb else {})})
+    two.run(zero_redundancy, cls, options)
+
+
+# ranks that hold other parameters
+
+
+class Stages:
+    """An optimizer for the parameters that this rank has, and one for those of all ranks."""
+
+    def __init__(self, case, held, **options):
+        """`held`: of every parameter the rank that has it."""
+        self.whole = [nn.Parameter(torch.randn(shape)) for shape in SHAPES[: len(held)]]
+        self.mine = [i for i, stage in enumerate(held) if stage == rank()]
+        self.params = [nn.Parameter(self.whole[i].detach().clone()) for i in self.mine]
+        self.world = torch.distributed.group.WORLD
+        options = {**case.options, **options}
+        self.ours = case.ours([{"params": self.params}], norm_group=self.world, **options)
+        self.one = case.ours(self.whole, **options)
+
+    def step(self, scale=1.0, bad=None, absent=()):
+        for i, q in enumerate(self.whole):
+            q.grad = None if i in absent else scale * torch.randn(q.shape)
+            if i == 0 and bad is not None:
+                q.grad[0, 0] = bad
+        for i, p in zip(self.mine, self.params, strict=True):
+            p.grad = None if self.whole[i].grad is None else self.whole[i].grad.clone()
+        self.ours.step()
+        self.one.step()
+
+    def assert_alike(self):
+        for i, p in zip(self.mine, self.params, strict=True):
+            assert_close(p.detach(), self.whole[i].detach())
+
+
+def staged(case, held, engine):
+    stages = Stages(case, held, engine=engine)
+    guarded = case.options.get("skip_nonfinite")
+    for scale, bad in ((1.0, None), (0.001, None), (100.0, NAN if guarded else None), (10.0, None)):
+        stages.step(scale, bad)
+    # only one rank has a gradient, then none has
+    stages.step(absent=range(1, len(held)))
+    stages.step(absent=range(len(held)))
+    stages.step()
+    stages.assert_alike()
+    if stages.params:
+        assert stages.ours.skipped_steps == stages.one.skipped_steps == (1 if guarded else 0)
+        factors = stages.ours.statistics().clip_factors
+        assert_close(factors, stages.one.statistics().clip_factors[stages.mine])
+
+
+_CLIPPED = [case for case in MORE if "everything" in case.name] + [
+    Case("adamw-clipped", *_ADAMW, _LIMIT),
+    Case("adamw-largest", *_ADAMW, {**_LIMIT, "norm_type": INF}),
+    _LAMB,
+]
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("held", [(0, 1, 0, 1, 1, 0), (0, 0, 0), (0, 1, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("case", _CLIPPED, ids=name_of)
+def test_ranks_with_other_parameters_clip_and_skip_together(four, case, held, engine):
+    four.run(staged, case._replace(options={**case.options, "statistics": True}), held, engine)
+
+
+def staged_found_inf():
+    stages = Stages(Case("", *_ADAMW, {"lr": 0.1}), (0, 1, 2, 3))
+    stages.step()
+    before = [p.detach().clone() for p in stages.params]
+    stages.ours.grad_scale, stages.ours.found_inf = torch.tensor(1.0), torch.tensor(float(rank() == 2))
+    stages.ours.step()
+    assert all(map(torch.equal, stages.params, before))
+    return bool(stages.ours.step_was_skipped)
+
+
+def test_ranks_with_other_parameters_skip_what_one_of_them_found(four):
+    assert four.run(staged_found_inf) == [True] * 4
+
+
+def staged_and_sharded(case):
+    """Two stages of a pipeline, each sharded over two ranks."""
+    mesh = ranks.mesh(2, 2)
+    stage, start = mesh.get_local_rank("outer"), [torch.randn(shape) for shape in SHAPES]
+    place = lambda t: distribute_tensor(t.clone(), mesh["inner"], [Shard(0)], src_data_rank=None)
+    whole_ones = [nn.Parameter(t.clone()) for t in start]
+    mine = [i for i in range(len(start)) if i % 2 == stage]
+    params = [nn.Parameter(place(start[i])) for i in mine]
+    ours = case.ours(params, norm_group=mesh.get_group("outer"), **case.options)
+    one = case.ours(whole_ones, **case.options)
+    for scale in (1.0, 0.001, 10.0):
+        for q in whole_ones:
+            q.grad = scale * torch.randn(q.shape)
+        for i, p in zip(mine, params, strict=True):
+            p.grad = place(whole_ones[i].grad)
+        ours.step()
+        one.step()
+    for i, p in zip(mine, params, strict=True):
+        assert_close(whole(p), whole_ones[i].detach())
+
+
+@pytest.mark.parametrize("case", _CLIPPED, ids=name_of)
+def test_stages_may_be_sharded(four, case):
+    four.run(staged_and_sharded, case)
+
+
+def refused_norm_groups():
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 3), ranks.mesh(2), [Shard(0)]))
+    world = torch.distributed.group.WORLD
+    p.grad = torch.ones_like(p)
+    optimizer = fusedstep.AdamW([p], max_grad_norm=1.0, norm_group=world)
+    with pytest.raises(RuntimeError, match=r"leave norm_group out, or give it ranks that hold other"):
+        optimizer.step()
+    assert not optimizer.state
+    assert (whole(p) == 1).all()
+    with pytest.raises(ValueError, match="use clip_scope='global', or leave norm_group out"):
+        fusedstep.BertAdam([p], lr=0.1, clip_scope="tensor", norm_group=world)
+    with pytest.raises(ValueError, match="holds for the whole optimizer"):
+        fusedstep.AdamW([{"params": [p], "norm_group": world}])
+
+
+def test_groups_that_would_count_twice_are_refused(two):
+    two.run(refused_norm_groups)
+
+
+@pytest.mark.parametrize("given", ["pp", 0, object()], ids=["word", "number", "object"])
+def test_what_is_no_process_group_is_refused(given):
+    with pytest.raises(TypeError, match=r"use a process group that this rank is in"):
+        fusedstep.AdamW([nn.Parameter(torch.ones(2))], norm_group=given)
 
 
 def flat(cls, torchs, use_orig_params):

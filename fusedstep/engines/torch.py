@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _scalars
+from .._passes import FOLDS
 from .._rules import bind
 from . import FOUND, GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype
 
@@ -73,13 +74,9 @@ def prepare(table, amp, first: bool) -> None:
 def _peers(table) -> Tensor:
     """For every row, what was measured of all rows it is clipped with."""
     (measured, *_), segments = table.everyone
-    fold = _FOLDS[table.rule.measure.sums]
+    fold = FOLDS[table.rule.measure.sums]
     totals = {s: fold(torch.where(segments == s, measured, 0)) for s in {*table.segments.tolist()}}
     return torch.stack([totals[s] for s in table.segments.tolist()])
-
-
-# how terms are summed
-_FOLDS: dict[str, Any] = {"+": torch.sum, "^": torch.amax}
 
 
 @torch.no_grad()
@@ -96,7 +93,7 @@ def sweep(table, k: int, skips: bool) -> None:
         for row, (kind, at) in enumerate(a_pass.summed if results else ()):
             term = results[at]
             if term.numel():
-                sums[row, i] = _FOLDS[kind](term.to(sums.dtype))
+                sums[row, i] = FOLDS[kind](term.to(sums.dtype))
 
 
 def _update(entry, a_pass, scalars: Any, skip: Tensor | None) -> tuple:
