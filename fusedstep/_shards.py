@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +38,11 @@ def like(part: Tensor, p: Any) -> Tensor:
     if not is_distributed(p):
         return part
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    return DTensor.from_local(
-        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    # as FSDP2 makes its parameters; from_local would move a part that was offloaded to the mesh's devices
+    meta = TensorMeta(p.shape, p.stride(), part.dtype)
+    return DTensor(part, DTensorSpec(p.device_mesh, p.placements, meta), requires_grad=False)
 
 
 def lies_alike(a: Any, b: Any) -> bool:
@@ -78,7 +81,8 @@ class Spread(NamedTuple):
     """Which rows of a table are spread over the ranks of a process group."""
 
     group: Any
-    rows: Tensor
+    # in the same order on all ranks; None if that is just all of them
+    rows: Tensor | None
 
 
 def spreads(params: Sequence[Any], order: Sequence[int], device: torch.device) -> list[Spread]:
@@ -89,7 +93,11 @@ def spreads(params: Sequence[Any], order: Sequence[int], device: torch.device) -
         for dim, placement in enumerate(p.placements if is_distributed(p) else ()):
             if not placement.is_replicate():
                 found.setdefault(p.device_mesh.get_group(dim), []).append(i)
-    return [Spread(group, torch.tensor(rows).to(device)) for group, rows in found.items()]
+    everything = [*range(len(params))]
+    return [
+        Spread(group, None if rows == everything else torch.tensor(rows).to(device))
+        for group, rows in found.items()
+    ]
 
 
 def process_groups(params: Sequence[Any], order: Sequence[int]) -> list[Any]:
@@ -99,31 +107,36 @@ def process_groups(params: Sequence[Any], order: Sequence[int]) -> list[Any]:
     return [*dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))]
 
 
-def _all_reduced(sums: Tensor, kind: str, group: Any) -> Tensor:
+def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
     if kind == "+":
-        reduced = sums.clone()
-        torch.distributed.all_reduce(reduced, group=group)
-        return reduced
-    # what is no number is no larger than others: tell it apart
-    both = torch.stack((sums.nan_to_num(nan=0.0, posinf=torch.inf), sums.isnan().to(sums.dtype)))
-    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
-    return torch.where(both[1] != 0, torch.nan, both[0])
+        torch.distributed.all_reduce(sums, group=group)
+    else:
+        # what is no number is no larger than others: tell it apart
+        both = torch.stack((sums.nan_to_num(nan=0.0, posinf=torch.inf), sums.isnan().to(sums.dtype)))
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
+        sums.copy_(torch.where(both[1] != 0, torch.nan, both[0]))
 
 
-def _joined(sums: Tensor, kinds: str, group: Any) -> Tensor:
-    """Sums over all ranks of a process group: one all-reduce for every kind of them."""
-    # the group takes tensors on these, this one perhaps among them
+def _join(sums: Tensor, kinds: str, group: Any) -> None:
+    """Make sums those over all ranks of a process group, at once those of a kind that follow each other."""
+    # the group takes tensors on these devices, perhaps on this one
     devices = {device.type: device for device in group._device_types}
     there = sums.to(devices.get(sums.device.type, group._device_types[0]))
-    # in the same order on all ranks
-    by_kind = {kind: _all_reduced(there, kind, group) for kind in sorted({*kinds})}
-    return torch.stack([by_kind[kind][i] for i, kind in enumerate(kinds)]).to(sums.device)
+    for kind, same in groupby(enumerate(kinds), key=itemgetter(1)):
+        places = [i for i, _ in same]
+        _all_reduce(there[places[0] : places[-1] + 1], kind, group)
+    if there is not sums:
+        sums.copy_(there)
 
 
 def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
     """Make sums over the parts that are here those over all ranks of a process group."""
-    if kinds:
-        sums[:, spread.rows] = _joined(sums[:, spread.rows], kinds, spread.group)
+    if spread.rows is None:
+        _join(sums, kinds, spread.group)
+    else:
+        mine = sums[:, spread.rows]
+        _join(mine, kinds, spread.group)
+        sums[:, spread.rows] = mine
 
 
 def total(sums: Sequence[Tensor], kinds: str, group: Any) -> Tensor:
@@ -131,8 +144,9 @@ def total(sums: Sequence[Tensor], kinds: str, group: Any) -> Tensor:
     # this rank may have nothing
     like = sums[0] if sums else torch.zeros(0, dtype=torch.float64)
     ours = torch.cat([like.new_zeros(len(kinds), 1), *(t.to(like.device) for t in sums)], 1)
-    folded = torch.stack([FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)])
-    return _joined(folded.unsqueeze(1), kinds, group)
+    folded = torch.stack([FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)]).unsqueeze(1)
+    _join(folded, kinds, group)
+    return folded
 
 
 def check_norm_group(group: Any, params: Sequence[Any], owner: str) -> None:
@@ -149,7 +163,7 @@ def check_norm_group(group: Any, params: Sequence[Any], owner: str) -> None:
 
 def agree(found_inf: Tensor, groups: Sequence[Any]) -> Tensor:
     """Whether any rank of these process groups has found infinities."""
-    found = local(found_inf).reshape(1, 1)
+    found = local(found_inf).clone().reshape(1, 1)
     for group in groups:
-        found = _joined(found, "^", group)
+        _join(found, "^", group)
     return found.reshape(())

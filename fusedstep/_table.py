@@ -133,6 +133,9 @@ class Table:
         params = [entry.param for entry in self.entries]
         self.spreads = _shards.spreads(params, by_bucket, self.device)
         self.process_groups = _shards.process_groups(params, by_bucket)
+        # of every pass, what ranks with parts of a tensor tell each other
+        sums = ((k, a_pass.kinds) for k, a_pass in enumerate(self.rule.all_passes) if self.spreads)
+        self._shared = {k: kinds for k, kinds in sums if kinds}
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
         self.host_rows = np.zeros((len(entries), width), np.int64)
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
@@ -211,8 +214,9 @@ class Table:
     def sweep(self, k: int, skips: bool) -> None:
         """Pass `k`, with its sums taken over all ranks that hold parts of a tensor."""
         self.engine.sweep(self, k, skips)
-        for spread in self.spreads:
-            _shards.add_up(self.sums[self.rule.rows(k)], self.rule.all_passes[k].kinds, spread)
+        if k in self._shared:
+            for spread in self.spreads:
+                _shards.add_up(self.sums[self.rule.rows(k)], self._shared[k], spread)
 
     def _upload_rows(self) -> None:
         captures = is_capturing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
@@ -66,6 +67,12 @@ _ALONG: list[Row] = [
     ("AdamW", {"max_grad_norm": 1.0, "norm_type": math.inf}, ()),
     ("AdamW", {"max_grad_norm": 1.0, "skip_nonfinite": True, "statistics": True}, ()),
 ]
+# the same as DTensors, of which one rank holds everything
+_SHARDED: list[Row] = [
+    ("AdamW", {"sharded": True}, ("fusedstep.AdamW", "torch.optim.AdamW")),
+    ("AdamW", {"sharded": True, "max_grad_norm": 1.0}, ("fusedstep.AdamW",)),
+    ("Lamb", {"sharded": True}, ("fusedstep.Lamb",)),
+]
 # of parameter and gradient, and of the states
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
@@ -76,6 +83,7 @@ DTYPES = {
 CPU = [Work("bert-base", o, k, d, p) for d in ("fp32", "bf16", "fp16") for o, k, p in _TORCH]
 CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE)]
 CPU += [Work("1000 x 64", o, k, "fp32", p) for o, k, p in (*_TORCH, _NORMS[0])]
+CPU += [Work("400 x 1024", o, k, "fp32", p) for o, k, p in _SHARDED]
 GPU = [
     Work(model, o, k, dtype, p)
     for model in ("bert-large", "llama-1b", "resnet-50", "400 x 1024", "465 groups")
@@ -85,7 +93,7 @@ GPU = [
 GPU += [
     Work(model, o, k, "fp32", p)
     for model in ("bert-large", "400 x 1024")
-    for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, *_ALONG)
+    for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, *_ALONG, *_SHARDED)
 ]
 
 
@@ -143,9 +151,7 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
     # torch keeps states in the parameter's dtype: the nearest it has to the mixed case
     for peer in filter(_is_there, work.peers):
         fused = {"fused": True} if peer.startswith("torch.") else {}
-        # a class of ours is the peer of what goes along with it
-        plain = work._replace(options={}) if peer.startswith("fusedstep.") else work
-        steps[peer] = _step(peer, plain, device, **fused)
+        steps[peer] = _step(peer, _plain(work) if peer.startswith("fusedstep.") else work, device, **fused)
     for step in (*steps.values(),) * 2:  # compiled and allocated before the clock starts
         step()
     times = (timing.on_cpu if device == "cpu" else timing.on_gpu)([*steps.values()], rounds)
@@ -156,10 +162,18 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
     return result
 
 
+def _plain(work: Work) -> Work:
+    """What a class of ours is timed beside when it is its own peer: without what goes along, or distributed."""
+    options = dict(work.options)
+    return work._replace(options=options if options.pop("sharded", False) else {})
+
+
 def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], Any]:
     """A step of an optimizer, or of the operation that is one."""
     generator = torch.Generator(device).manual_seed(0)
     params = [_parameter(shape, DTYPES[work.dtype][0], generator) for shape in MODELS[work.model]]
+    if "sharded" in work.options:
+        params = [*map(_sharded, params)]
     if name == "fusedstep.functional.adamw_":
         lists = params, [p.grad for p in params], *([torch.zeros_like(p) for p in params] for _ in range(2))
         return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
@@ -221,6 +235,26 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
     p = torch.nn.Parameter((0.02 * torch.randn(shape, device=device, generator=generator)).to(dtype))
     p.grad = (0.01 * torch.randn(shape, device=device, generator=generator)).to(dtype)
     return p
+
+
+def _sharded(p: Any) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    part_of = functools.partial(DTensor.from_local, device_mesh=_mesh(p.device.type), placements=[Shard(0)])
+    q = torch.nn.Parameter(part_of(p.detach()))
+    q.grad = part_of(p.grad)
+    return q
+
+
+@functools.cache
+def _mesh(device: str) -> Any:
+    """Of this process alone."""
+    import torch.distributed as dist
+
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
+    return dist.init_device_mesh(device, (1,))
 
 
 def check(work: Work, device: str) -> None:
