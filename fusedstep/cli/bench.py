@@ -158,7 +158,8 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
     ours, *peers = (t._asdict() for t in times)
     result = {**work._asdict(), "ours": ours, "peers": dict(zip([*steps][1:], peers, strict=True))}
     if bandwidth is not None:
-        result["limit"] = _bytes(work) / bandwidth
+        parameters = sum(math.prod(shape) for shape in MODELS[work.model])
+        result["limit"] = bytes_per_parameter(work) * parameters / bandwidth
     return result
 
 
@@ -282,7 +283,7 @@ def check(work: Work, device: str) -> None:
             raise RuntimeError(f"{work} is off by {error} and is not timed; please report this")
 
 
-def _bytes(work: Work) -> int:
+def bytes_per_parameter(work: Work) -> int:
     """What an update must move: in every pass, what it reads and what it writes."""
     of_param, of_state = DTYPES[work.dtype]
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
@@ -294,8 +295,7 @@ def _bytes(work: Work) -> int:
     letters += "".join(a_pass.loads + a_pass.writes for a_pass in rule.passes) + "e" * averages
     of_average = torch.promote_types(of_param, torch.float32)
     dtypes = {"p": of_param, "g": of_param, "e": of_average}
-    per_element = sum(dtypes.get(letter, of_state).itemsize for letter in letters)
-    return per_element * sum(math.prod(shape) for shape in MODELS[work.model])
+    return sum(dtypes.get(letter, of_state).itemsize for letter in letters)
 
 
 def table(results: list[dict], device: str) -> Table:

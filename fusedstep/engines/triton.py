@@ -542,8 +542,11 @@ class _Launch:
         self._tables, self._constants, self._options = tables, tuple(constants.values()), options
         # a tensor would be asked for its address at every launch, and the driver for that
         self._addresses = tuple(map(_address, tables))
+        self._without, self._compiled = (None,) * optional, {}
         # compiled now, so that nothing can fail once something has been written
-        self._compiled = {} if _INTERPRET else {(None,) * optional: self._compile((None,) * optional)}
+        if not _INTERPRET:
+            arguments = *self._addresses, *self._without, *self._constants
+            self._bare = functools.partial(self._compile(self._without), *arguments)
 
     def _compile(self, optional: tuple) -> Any:
         args = (*self._tables, *optional, *self._constants)
@@ -551,8 +554,12 @@ class _Launch:
         return _launcher(compiled, self._grid, self._tables[0].device.index)
 
     def __call__(self, *optional: torch.Tensor | None) -> None:
+        """Launch with these optional arguments, or without any."""
         if _INTERPRET:
-            self._kernel[self._grid](*self._tables, *optional, *self._constants, **self._options)
+            arguments = *self._tables, *(optional or self._without), *self._constants
+            self._kernel[self._grid](*arguments, **self._options)
+        elif self._grid[0] and not optional:
+            self._bare()
         elif self._grid[0]:
             key = tuple([t if t is None else t.dtype for t in optional])
             if key not in self._compiled:
@@ -595,7 +602,8 @@ def _on(device: torch.device) -> Any:
 
 def prepare(table, amp, first: bool) -> None:
     with _on(table.device):
-        table.prepare[first](amp.scale, amp.found_inf)
+        given = () if amp.scale is None and amp.found_inf is None else amp
+        table.prepare[first](*given)
 
 
 def sweep(table, k: int, skips: bool) -> None:
