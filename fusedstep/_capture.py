@@ -93,8 +93,10 @@ def _telling(name: str) -> Callable:
     def change(self: Group, *args: Any, **kwargs: Any) -> Any:
         before = dict(self)
         result = method(self, *args, **kwargs)
+        changed = self.changed()
         try:
-            self.changed()
+            if changed is not None:
+                changed(self.place)
         except Exception:
             dict.clear(self)
             dict.update(self, before)
@@ -107,9 +109,11 @@ def _telling(name: str) -> Callable:
 class Group(dict):
     """A group of an optimizer that tells when an option is set."""
 
-    def __init__(self, group: dict[str, Any], changed: Callable[[], None]) -> None:
+    def __init__(self, group: dict[str, Any], place: int, changed: weakref.WeakMethod) -> None:
         super().__init__(group)
-        self.changed = changed
+        # weak, so that an optimizer goes when it is dropped: left to the garbage collector, its pinned memory
+        # may go in the middle of another capture, which CUDA does not allow
+        self.place, self.changed = place, changed
 
     __setitem__, __delitem__, __ior__ = map(_telling, ("__setitem__", "__delitem__", "__ior__"))
     update, setdefault, pop, popitem, clear = map(_telling, ("update", "setdefault", "pop", "popitem", "clear"))

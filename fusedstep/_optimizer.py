@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -197,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
             self.release_graph()
             self._capture = Capture(plan, amp)
             for i, group in enumerate(self.param_groups):
-                self.param_groups[i] = Group(group, functools.partial(self._option_changed, i))
+                self.param_groups[i] = Group(group, i, weakref.WeakMethod(self._option_changed))
         if zero_grad and set_to_none:
             for group in self.param_groups:
                 for p in group["params"]:

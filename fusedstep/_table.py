@@ -120,6 +120,11 @@ def clips(hyper: np.ndarray) -> bool:
     return bool((hyper[:, LIMIT] > 0).any())
 
 
+# pinned memory that graphs copy from at every replay. It is never freed: nothing tells when the last replay is
+# over, and memory that others write meanwhile would have it update whatever lies at their numbers
+_READ_BY_GRAPHS: list[Tensor] = []
+
+
 class Table:
     """Step counts, hyper-parameters, scalars, sums and addresses of what one engine steps on one device."""
 
@@ -146,10 +151,8 @@ class Table:
         scalars = OWN + max(p.scalar_count for entry in entries for p in entry.rule.passes)
         scalars += len(self.rule.reports)
         self.rows = torch.from_numpy(self.host_rows).to(self.device)
-        # where graphs find them at every replay, the last is for the next one; kept: pinned memory must not be
-        # freed while a graph is captured
-        self._captured_rows: list[Tensor] = []
-        self._may_capture = False
+        # where the next graph that captures a step will find them
+        self._rows_to_capture: Tensor | None = None
         self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
         # of every pass in turn, one row per sum
         self.sums = torch.zeros(self.rule.sums, len(entries), dtype=exact, device=self.device)
@@ -201,9 +204,8 @@ class Table:
         changed = any(bucket.rows_changed for bucket in self.buckets)
         if self.besides.clears and (changed or not self.engine.BY_ADDRESS):
             self._check_shared_grads()
-        if not self._may_capture and self.device.type == "cuda" and not is_capturing():
-            self._captured_rows.append(torch.empty_like(self.rows, device="cpu", pin_memory=True))
-            self._may_capture = True
+        if self._rows_to_capture is None and self.device.type == "cuda" and not is_capturing():
+            self._rows_to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
         # on the host they are the same memory
         if changed and self.device.type != "cpu":
             self._upload_rows()
@@ -222,12 +224,13 @@ class Table:
         captures = is_capturing()
         if not captures:
             upload(self.host_rows, self.rows)
-        elif not self._may_capture:
+        elif self._rows_to_capture is None:
             raise RuntimeError("between two captures of a step() one must be taken that is not captured")
         else:
-            self._may_capture = False
-            self._captured_rows[-1].copy_(torch.from_numpy(self.host_rows))
-            self.rows.copy_(self._captured_rows[-1], non_blocking=True)
+            source, self._rows_to_capture = self._rows_to_capture, None
+            _READ_BY_GRAPHS.append(source)
+            source.copy_(torch.from_numpy(self.host_rows))
+            self.rows.copy_(source, non_blocking=True)
         for bucket in self.buckets:
             # a capture only says what a replay will do
             bucket.rows_changed = captures

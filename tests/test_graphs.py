@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 import time
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -559,6 +561,43 @@ def test_training_may_go_on_eagerly_while_gradients_stay_where_they_are():
     graph.replay()
     eager()
     close(eager.optimizer, graphed.optimizer)
+
+
+def test_an_optimizer_that_was_captured_goes_when_it_is_dropped():
+    graphed = pair(fusedstep.AdamW)[1]
+    graph = captured(graphed.step)
+    graph.replay()
+    gone = weakref.ref(graphed)
+    gc.disable()
+    try:
+        del graphed
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_may_go_while_another_is_captured():
+    old = [pair(fusedstep.AdamW)[1] for _ in range(3)]
+    graphs = [captured(optimizer.step) for optimizer in old]
+    for graph in graphs:
+        graph.replay()
+    eager, graphed = pair(fusedstep.AdamW)
+    times(WARM_UPS, graphed.step)
+    times(WARM_UPS, eager.step)
+
+    def step():
+        old.pop()
+        graphed.step()
+        gc.collect()
+
+    graph = capture(step)
+    for _ in range(3):
+        feed(eager, graphed)
+        eager.step()
+        graph.replay()
+        # pinned memory is asked for
+        torch.ones(10).pin_memory()
+    same(eager, graphed)
 
 
 # what cannot be captured
