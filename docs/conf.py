@@ -11,6 +11,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx
 exclude_patterns = ["_build"]
 # links to a heading of a page
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
 
 html_theme = "alabaster"
 html_theme_options = {
