@@ -13,6 +13,7 @@ import math
 import statistics
 import tempfile
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor, Shard
 
 import fusedstep
-from fusedstep.cli.bench import Work, bytes_per_parameter
+from fusedstep.cli.bench import Work, bytes_per_parameter, passes_of
 from fusedstep.cli.shapes import MODELS
 
 HERE = Path(__file__).parent
@@ -35,23 +36,29 @@ TENSORS = 1200
 
 
 class Kind(NamedTuple):
-    """A step: how many all-reduces it takes, of how many sums for every tensor together."""
+    """A step, by its name."""
 
     name: str
     work: Work
-    all_reduces: int
-    sums: int
 
+    @property
+    def sums(self) -> int:
+        """Of every tensor, over all ranks that hold parts of it."""
+        return sum(len(a_pass.kinds) for a_pass in passes_of(self.work))
 
-def kind(name: str, optimizer: str, options: dict, dtype: str, all_reduces: int, sums: int) -> Kind:
-    return Kind(name, Work("bert-large", optimizer, options, dtype, ()), all_reduces, sums)
+    @property
+    def all_reduces(self) -> int:
+        return sum(len([*groupby(a_pass.kinds)]) for a_pass in passes_of(self.work))
 
 
 KINDS = [
-    kind("AdamW", "AdamW", {}, "fp32", 0, 0),
-    kind("AdamW, clipped", "AdamW", {"max_grad_norm": 1.0}, "fp32", 1, 1),
-    kind("AdamW bf16, fp32 states, clipped", "AdamW", {"max_grad_norm": 1.0}, "bf16/fp32", 1, 1),
-    kind("Lamb, clipped", "Lamb", {}, "fp32", 2, 3),
+    Kind("AdamW", Work("bert-large", "AdamW", {}, "fp32", ())),
+    Kind("AdamW, clipped", Work("bert-large", "AdamW", {"max_grad_norm": 1.0}, "fp32", ())),
+    Kind(
+        "AdamW bf16, fp32 states, clipped",
+        Work("bert-large", "AdamW", {"max_grad_norm": 1.0}, "bf16/fp32", ()),
+    ),
+    Kind("Lamb, clipped", Work("bert-large", "Lamb", {}, "fp32", ())),
 ]
 
 
@@ -66,12 +73,13 @@ def memory_time(step: Kind, parameters: float, ranks: int, bandwidth: float) -> 
 def all_reduce_time(ranks: int) -> float:
     """Milliseconds for a small vector, by the latencies that NCCL itself chooses its algorithms with.
 
-    A tree: down and up, 0.94 us between GPUs of a node, one after the other, 5 us between nodes, by halves, and
-    4.4 us to begin (NVIDIA/nccl, src/graph/tuning.cc, NVLink and InfiniBand, protocol LL).
+    A tree: there and back, 0.52 us between GPUs of a node, one after the other, 1.8 times that if there are
+    several nodes, 5 us between those, by halves, and 4.4 us to begin (NVIDIA/nccl, src/graph/tuning.cc at
+    commit 01afd20, NVLink and network, protocol LL; later ones differ by a few).
     """
     nodes = max(1, ranks / GPUS_PER_NODE)
-    within = min(ranks, GPUS_PER_NODE) - 1
-    return 1e-3 * (4.4 + 2 * (0.94 * within + 5.0 * math.log2(nodes))) if ranks > 1 else 0.0
+    within = (min(ranks, GPUS_PER_NODE) - 1) * 0.52 * (1.8 if nodes > 1 else 1)
+    return 1e-3 * (4.4 + 2 * (within + 5.0 * math.log2(nodes))) if ranks > 1 else 0.0
 
 
 def sent(step: Kind, ranks: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def save(folder: Path, step: int, model: Model, optimizer: torch.optim.Optimizer
 def load(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> int:
     """The step of the last checkpoint, which is loaded; 0 if there is none."""
     # .metadata is written last: a checkpoint without it was interrupted
-    found = [max((int(file.parent.name) for file in folder.glob("*/.metadata")), default=0)]
+    found = [max((int(file.parent.name) for file in folder.glob("[0-9]*/.metadata")), default=0)]
     # one rank looks for all: nodes may see a shared folder differently for a moment
     dist.broadcast_object_list(found)
     if found[0]:

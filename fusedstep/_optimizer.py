@@ -21,6 +21,7 @@ from ._capture import Capture, Group, is_capturing
 from ._entry import Settings, state_dtype_for
 from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
+from ._shards import Kept, check_group
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
@@ -80,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"Invalid clip_scope: {clip_scope!r}; use one of {(*CLIP_SCOPES,)}")
         norm_of(norm_type)
         if norm_group is not None:
-            _check_norm_group(norm_group, clip_scope)
+            check_group(norm_group, clip_scope)
         self.state_dtype, self.engine = state_dtype, engine
         self.clip_scope, self.norm_type, self.norm_group = clip_scope, float(norm_type), norm_group
         # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
@@ -133,8 +134,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def settings(self) -> Settings:
-        owner, whole = type(self).__name__, (self.engine, self.state_dtype, self.clip_scope)
-        return Settings(owner, *whole, norm_group=self.norm_group)
+        return Settings(
+            owner=type(self).__name__,
+            engine=self.engine,
+            state_dtype=self.state_dtype,
+            clip_scope=self.clip_scope,
+            norm_group=self.norm_group,
+        )
 
     @staticmethod
     def profile_hook_step(func: Callable) -> Callable:
@@ -189,11 +195,7 @@ class Optimizer(torch.optim.Optimizer):
         if captures:
             plan.check_capturable(self)
         plan.step(amp)
-        self._plan = plan
-        if plan.tables:
-            self._status = plan.tables[0].status
-        elif self._status is not None:
-            self._status[engines.SKIP] = 0
+        self._plan, self._status = plan, plan.status
         if captures:
             self.release_graph()
             self._capture = Capture(plan, amp)
@@ -222,8 +224,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _found_nonfinite(self) -> Tensor | None:
         """The same for a GradScaler, as a number that it may add to; None if the step had no gradients."""
-        tables = self._plan.tables if self._plan is not None else ()
-        return tables[0].status[engines.FOUND] if tables else None
+        return self._plan.status[engines.FOUND] if self._plan is not None and self._plan.decides else None
 
     @property
     def skipped_steps(self) -> Tensor:
@@ -306,7 +307,10 @@ class Optimizer(torch.optim.Optimizer):
             self._capture.refuse("add_param_group")
         if isinstance(param_group, dict):
             for name in _WHOLE.intersection(param_group):
-                raise ValueError(f"{name} holds for the whole optimizer; pass it beside the groups, not in one")
+                raise ValueError(
+                    f"{name} holds for the whole optimizer; pass it beside the groups, not in one, and to "
+                    f"ZeroRedundancyOptimizer by functools.partial({type(self).__name__}, {name}=...)"
+                )
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -322,15 +326,18 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ["state_dtype", "engine", "clip_scope", "norm_type", "norm_group", "skip_nonfinite"]
-        ours += ["collect_statistics", "unsaved_steps", "_step_supports_amp_scaling"]
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}}
+        ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
+        ours += ["unsaved_steps", "_step_supports_amp_scaling"]
+        group = None if self.norm_group is None else Kept(self.norm_group)
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # of one pickled before there were these
         new = {"norm_type": 2.0, "norm_group": None, "skip_nonfinite": False, "collect_statistics": False}
         self.__dict__.update(new | self.__dict__)
+        if isinstance(self.norm_group, Kept):
+            self.norm_group = self.norm_group.group
         self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
@@ -413,19 +420,6 @@ def _arguments(cls: type) -> dict[str, inspect.Parameter]:
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     signatures = reversed([*map(inspect.signature, constructors)])
     return {name: p for signature in signatures for name, p in signature.parameters.items()}
-
-
-def _check_norm_group(group: Any, clip_scope: str) -> None:
-    if not isinstance(group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"Invalid norm_group: {group!r}; use a process group that this rank is in, for example "
-            "torch.distributed.group.WORLD or mesh.get_group('pp')"
-        )
-    if clip_scope != "global":
-        raise ValueError(
-            f"norm_group joins the norm of all parameters with that of other ranks, but clip_scope is "
-            f"{clip_scope!r}; use clip_scope='global', or leave norm_group out"
-        )
 
 
 def _check_flags(options: dict[str, Any]) -> None:

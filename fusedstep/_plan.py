@@ -18,10 +18,10 @@ from torch import Tensor
 
 from . import _scan, _shards
 from ._capture import is_capturing
-from ._entry import Entry, Known, make_entry
+from ._entry import Entry, Known, Settings, make_entry
 from ._passes import Besides, complete
 from ._table import Amp, clips, make_tables, step, upload
-from .engines import OPTIONS, SKIPPED
+from .engines import FOUND, OPTIONS, SKIP, SKIPPED
 
 _params = itemgetter("params")
 
@@ -56,6 +56,14 @@ def _place(cell: Cell) -> tuple[int, int, int]:
     return *cell[:2], cell[2].data_ptr()
 
 
+def _status(settings: Settings, previous: Tensor | None) -> Tensor:
+    """The status of an optimizer that has nothing to step."""
+    device: Any = "cpu" if previous is None else previous.device
+    if settings.norm_group is not None:
+        device = _shards.ranks_of(settings.norm_group).device
+    return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
+
+
 class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
@@ -84,7 +92,7 @@ class Plan:
         measures = besides.guards or clips(self._hyper)
         self._settings = settings = optimizer.settings._replace(besides=besides._replace(measures=measures))
         if settings.norm_group is not None:
-            _shards.check_norm_group(settings.norm_group, params, settings.owner)
+            _shards.check_counted_once(settings.norm_group, params, settings.owner)
         self._pending: list[Tensor] = []
         entries: list[Entry] = []
         for i, (rule, averages) in enumerate(self._kinds):
@@ -97,9 +105,11 @@ class Plan:
         self.tables = make_tables(entries, self._hyper, settings)
 
         # everything is allocated and compiled
+        statuses = [table.status for table in self.tables] or [_status(settings, previous)]
+        self.status = statuses[0]
         if previous is not None:
-            for table in self.tables:
-                table.status[SKIPPED].copy_(previous[SKIPPED], non_blocking=True)
+            for status in statuses:
+                status[SKIPPED].copy_(previous[SKIPPED], non_blocking=True)
         for entry in entries:
             entry.commit(known)
         for table in self.tables:
@@ -121,7 +131,7 @@ class Plan:
 
     def describes(self, optimizer: Any, besides: Besides) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
-        if besides != self.besides:
+        if besides != self.besides or optimizer.norm_group is not self._settings.norm_group:
             return False
         groups = optimizer.param_groups
         verdict = _scan.UNSURE if self._scan is None else self._scan.look(groups, optimizer.state)
@@ -234,4 +244,12 @@ class Plan:
                 table.hyper[row, column].copy_(value, non_blocking=True)
 
     def step(self, amp: Amp) -> None:
-        step(self.tables, amp, self._settings)
+        skip = step(self.tables, amp, self._settings)
+        if not self.tables:
+            self.status[SKIP] = self.status[FOUND] = 0 if skip is None else skip
+            self.status[SKIPPED] += self.status[SKIP]
+
+    @property
+    def decides(self) -> bool:
+        """Whether there is anybody to decide whether a step is taken."""
+        return bool(self.tables) or self._settings.norm_group is not None

@@ -6,11 +6,12 @@ hold parts of it add up theirs.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,34 +78,53 @@ def check_norms(p: Tensor, owner: str) -> None:
         )
 
 
-class Spread(NamedTuple):
-    """Which rows of a table are spread over the ranks of a process group."""
+class Ranks(NamedTuple):
+    """A process group, and the type of device on which its ranks talk, the same for all of them."""
 
     group: Any
+    device: str
+
+
+class Spread(NamedTuple):
+    """Which rows of a table are spread over ranks."""
+
+    ranks: Ranks
     # in the same order on all ranks; None if that is just all of them
     rows: Tensor | None
 
 
-def spreads(params: Sequence[Any], order: Sequence[int], device: torch.device) -> list[Spread]:
-    """Of a table with these parameters: all process groups, in the same order on all ranks."""
-    found: dict[Any, list[int]] = {}
-    for i in sorted(range(len(params)), key=order.__getitem__):
-        p = params[i]
+def _ranks(p: Any, dim: int) -> Ranks:
+    return Ranks(p.device_mesh.get_group(dim), p.device_mesh.device_type)
+
+
+def spreads(params: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[Spread]:
+    """Of a table with these parameters in these rows, in an order that is the same on all ranks."""
+    found: dict[Ranks, list[int]] = {}
+    for p, row in zip(params, rows, strict=True):
         for dim, placement in enumerate(p.placements if is_distributed(p) else ()):
             if not placement.is_replicate():
-                found.setdefault(p.device_mesh.get_group(dim), []).append(i)
-    everything = [*range(len(params))]
+                found.setdefault(_ranks(p, dim), []).append(row)
+    everything = [*range(len(rows))]
     return [
-        Spread(group, None if rows == everything else torch.tensor(rows).to(device))
-        for group, rows in found.items()
+        Spread(ranks, None if spread == everything else torch.tensor(spread).to(device))
+        for ranks, spread in found.items()
     ]
 
 
-def process_groups(params: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """All whose ranks hold parts or copies of these parameters, in the same order on all ranks."""
-    in_order = (params[i] for i in sorted(range(len(params)), key=order.__getitem__))
-    meshes = dict.fromkeys(p.device_mesh for p in in_order if is_distributed(p))
-    return [*dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))]
+def holders(params: Sequence[Any]) -> list[Ranks]:
+    """All that hold parts or copies of these parameters, in the same order on all ranks."""
+    dims = ((p, dim) for p in params if is_distributed(p) for dim in range(p.device_mesh.ndim))
+    return [*dict.fromkeys(_ranks(p, dim) for p, dim in dims)]
+
+
+@functools.cache
+def ranks_of(group: Any) -> Ranks:
+    """Of a process group without a mesh. All ranks must find the same, wherever their tensors are."""
+    backends = dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # gloo goes through the host anyway
+    direct = accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo"
+    return Ranks(group, accelerator.type if accelerator is not None and direct else "cpu")
 
 
 def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
@@ -117,40 +137,62 @@ def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
         sums.copy_(torch.where(both[1] != 0, torch.nan, both[0]))
 
 
-def _join(sums: Tensor, kinds: str, group: Any) -> None:
-    """Make sums those over all ranks of a process group, at once those of a kind that follow each other."""
-    # the group takes tensors on these devices, perhaps on this one
-    devices = {device.type: device for device in group._device_types}
-    there = sums.to(devices.get(sums.device.type, group._device_types[0]))
+def _join(sums: Tensor, kinds: str, ranks: Ranks) -> None:
+    """Make sums those over all ranks, at once those of a kind that follow each other."""
+    there = sums if sums.device.type == ranks.device else sums.to(ranks.device)
     for kind, same in groupby(enumerate(kinds), key=itemgetter(1)):
         places = [i for i, _ in same]
-        _all_reduce(there[places[0] : places[-1] + 1], kind, group)
+        _all_reduce(there[places[0] : places[-1] + 1], kind, ranks.group)
     if there is not sums:
         sums.copy_(there)
 
 
 def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
-    """Make sums over the parts that are here those over all ranks of a process group."""
+    """Make sums over the parts that are here those over all ranks that hold parts."""
     if spread.rows is None:
-        _join(sums, kinds, spread.group)
+        _join(sums, kinds, spread.ranks)
     else:
         mine = sums[:, spread.rows]
-        _join(mine, kinds, spread.group)
+        _join(mine, kinds, spread.ranks)
         sums[:, spread.rows] = mine
 
 
-def total(sums: Sequence[Tensor], kinds: str, group: Any) -> Tensor:
-    """Of everything that this and all other ranks of a process group have summed: one column."""
+def total(sums: Sequence[Tensor], kinds: str, ranks: Ranks) -> Tensor:
+    """Of everything that this and all other ranks have summed: one column."""
     # this rank may have nothing
-    like = sums[0] if sums else torch.zeros(0, dtype=torch.float64)
+    like = sums[0] if sums else torch.zeros(0, dtype=torch.float64, device=ranks.device)
     ours = torch.cat([like.new_zeros(len(kinds), 1), *(t.to(like.device) for t in sums)], 1)
     folded = torch.stack([FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)]).unsqueeze(1)
-    _join(folded, kinds, group)
+    _join(folded, kinds, ranks)
     return folded
 
 
-def check_norm_group(group: Any, params: Sequence[Any], owner: str) -> None:
-    """Raise where ranks of this group hold the same parameter, whose norm would count twice."""
+def agree(found_inf: Tensor, everyone: Sequence[Ranks]) -> Tensor:
+    """Whether any of these ranks has found infinities."""
+    if not everyone:
+        return found_inf
+    found = local(found_inf).clone().reshape(1, 1)
+    for ranks in everyone:
+        _join(found, "^", ranks)
+    return found.reshape(())
+
+
+def check_group(group: Any, clip_scope: str) -> None:
+    """Raise where a `norm_group` makes no sense."""
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"Invalid norm_group: {group!r}; use a process group that this rank is in, for example "
+            "torch.distributed.group.WORLD or mesh.get_group('pp')"
+        )
+    if clip_scope != "global":
+        raise ValueError(
+            f"norm_group joins the norm of all parameters with that of other ranks, but clip_scope is "
+            f"{clip_scope!r}; use clip_scope='global', or leave norm_group out"
+        )
+
+
+def check_counted_once(group: Any, params: Sequence[Any], owner: str) -> None:
+    """Raise where ranks of a `norm_group` hold the same parameter, whose norm would count twice."""
     ranks = {*torch.distributed.get_process_group_ranks(group)}
     for mesh in {p.device_mesh for p in params if is_distributed(p)}:
         if len(ranks.intersection(mesh.mesh.flatten().tolist())) > 1:
@@ -161,9 +203,16 @@ def check_norm_group(group: Any, params: Sequence[Any], owner: str) -> None:
             )
 
 
-def agree(found_inf: Tensor, groups: Sequence[Any]) -> Tensor:
-    """Whether any rank of these process groups has found infinities."""
-    found = local(found_inf).clone().reshape(1, 1)
-    for group in groups:
-        _join(found, "^", group)
-    return found.reshape(())
+class Kept(NamedTuple):
+    """A process group in a copy of an optimizer: the same one. It cannot leave the process."""
+
+    group: Any
+
+    def __deepcopy__(self, memo: dict) -> Kept:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an optimizer with a norm_group cannot be pickled: its process group is of this process; save its "
+            "state_dict(), and load that into one constructed anew"
+        )

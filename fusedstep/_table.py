@@ -135,9 +135,9 @@ class Table:
         self.clip = NORMS[self.besides.norm_type].clip if clips(hyper) else None
         by_bucket = sorted(range(len(entries)), key=lambda i: entries[i].bucket)
         self.entries = [entries[i] for i in by_bucket]
-        params = [entry.param for entry in self.entries]
-        self.spreads = _shards.spreads(params, by_bucket, self.device)
-        self.process_groups = _shards.process_groups(params, by_bucket)
+        # in the order of the groups, which is the same on all ranks
+        params, rows = [entry.param for entry in entries], np.argsort(by_bucket).tolist()
+        self.spreads, self.holders = _shards.spreads(params, rows, self.device), _shards.holders(params)
         # of every pass, what ranks with parts of a tensor tell each other
         sums = ((k, a_pass.kinds) for k, a_pass in enumerate(self.rule.all_passes) if self.spreads)
         self._shared = {k: kinds for k, kinds in sums if kinds}
@@ -265,39 +265,50 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
         entry.segment = numbers[key]
         by_table.setdefault((entry.engine, entry.device), []).append(entry)
     tables = [Table(engine, members, hyper, settings) for (engine, _), members in by_table.items()]
+    if settings.norm_group is not None or len(tables) > 1:
+        # with other ranks all are clipped together, and one column tells of them
+        segments = np.zeros(1, np.int64)
+        if settings.norm_group is None:
+            segments = np.concatenate([table.segments for table in tables])
+        for table in tables:
+            shared = table.sums.new_zeros(len(_deciding(settings)), len(segments))
+            table.everyone = shared, torch.from_numpy(segments).to(table.device)
     for table in tables:
-        if settings.norm_group is not None or len(tables) > 1:
-            # with other ranks all are clipped together, and one number tells of them
-            alone = settings.norm_group is None
-            every = np.concatenate([other.segments for other in tables]) if alone else np.zeros(1, np.int64)
-            segments = torch.from_numpy(every)
-            measured = len(table.rule.measure.summed)
-            table.everyone = table.sums.new_zeros(measured, len(segments)), segments.to(table.device)
         table.engine.compile(table)
     return tables
 
 
-def step(tables: list[Table], amp: Amp, settings: Settings) -> None:
-    """One step of everything in these tables."""
-    norm_group = settings.norm_group
+def _deciding(settings: Settings) -> str:
+    """How what is measured of gradients is summed, as far as it decides about a step."""
+    return measure_of(settings.besides._replace(reports=False)).kinds
+
+
+def step(tables: list[Table], amp: Amp, settings: Settings) -> Tensor | None:
+    """One step of everything in these tables. Where there is nothing: whether other ranks skip it, if any."""
+    others = [] if settings.norm_group is None else [_shards.ranks_of(settings.norm_group)]
     if amp.found_inf is not None:
-        groups = [*dict.fromkeys(group for table in tables for group in table.process_groups)]
-        groups += [] if norm_group is None else [norm_group]
-        amp = amp._replace(found_inf=_shards.agree(amp.found_inf, groups)) if groups else amp
+        told = dict.fromkeys(ranks for table in tables for ranks in table.holders)
+        amp = amp._replace(found_inf=_shards.agree(amp.found_inf, [*told, *others]))
     amps = [amp.to(table.device) for table in tables]
     for table in tables:
         table.begin()
+    measured: list[Tensor] = []
     if settings.besides.measures:
         for table in tables:
             table.sweep(0, skips=False)
-        if norm_group is not None or len(tables) > 1:
-            measured = [table.sums[table.rule.rows(0)] for table in tables]
-            if norm_group is not None:
-                # also where nothing is measured: the other ranks wait for this one
-                measured = [_shards.total(measured, measure_of(settings.besides).kinds, norm_group)]
+        if others or len(tables) > 1:
+            kinds = _deciding(settings)
+            measured = [table.sums[table.rule.rows(0)][: len(kinds)] for table in tables]
+        for ranks in others:
+            # also where nothing was measured: the others wait for this one
+            measured = [_shards.total(measured, kinds, ranks)]
+        if measured:
             _share(tables, measured)
     for table, there in zip(tables, amps, strict=True):
         table.update(there)
+    found = [] if amp.found_inf is None else [amp.found_inf]
+    found += [column[1, 0] for column in measured if settings.besides.guards]
+    return torch.as_tensor(sum(found) != 0) if others and not tables else None
 
 
 def _share(tables: list[Table], measured: list[Tensor]) -> None:

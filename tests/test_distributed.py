@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import pickle
 from typing import NamedTuple
 
 import pytest
@@ -644,8 +645,8 @@ def staged(case, held, engine):
     stages.step(absent=range(len(held)))
     stages.step()
     stages.assert_alike()
+    assert stages.ours.skipped_steps == stages.one.skipped_steps == (1 if guarded else 0)
     if stages.params:
-        assert stages.ours.skipped_steps == stages.one.skipped_steps == (1 if guarded else 0)
         factors = stages.ours.statistics().clip_factors
         assert_close(factors, stages.one.statistics().clip_factors[stages.mine])
 
@@ -662,6 +663,80 @@ _CLIPPED = [case for case in MORE if "everything" in case.name] + [
 @pytest.mark.parametrize("case", _CLIPPED, ids=name_of)
 def test_ranks_with_other_parameters_clip_and_skip_together(four, case, held, engine):
     four.run(staged, case._replace(options={**case.options, "statistics": True}), held, engine)
+
+
+@pytest.mark.parametrize("held", [(0, 1, 0, 1, 1, 0), (0, 0, 0)], ids=str)
+def test_ranks_with_other_parameters_clip_together_on_the_triton_engine(two, held):
+    case = Case("adamw-everything", *_ADAMW, _ALL)
+    two.run(staged, case, held, "triton")
+
+
+def staged_and_scaled(held):
+    """The scale of a GradScaler follows what any rank has found."""
+    case = Case("", *_ADAMW, {"lr": 0.1, "max_grad_norm": 0.5})
+    stages, scaler = Stages(case, held), fusedstep.GradScaler("cpu", init_scale=64.0)
+    one = fusedstep.GradScaler("cpu", init_scale=64.0)
+    seen = []
+    for bad in (None, INF, None, None):
+        scales = [float(s.scale(torch.ones(()))) for s in (scaler, one)]
+        assert scales[0] == scales[1]
+        for i, q in enumerate(stages.whole):
+            q.grad = scales[0] * torch.randn(q.shape)
+            if i == 0 and bad is not None:
+                q.grad[0, 0] = bad
+        for i, p in zip(stages.mine, stages.params, strict=True):
+            p.grad = stages.whole[i].grad.clone()
+        for s, optimizer in ((scaler, stages.ours), (one, stages.one)):
+            s.step(optimizer)
+            s.update()
+        seen.append((bool(stages.ours.step_was_skipped), int(stages.ours.skipped_steps)))
+    stages.assert_alike()
+    return seen
+
+
+@pytest.mark.parametrize("held", [(0, 1, 0, 1), (0, 0, 0), (1, 1)], ids=str)
+def test_a_scaler_of_ours_follows_all_ranks(two, held):
+    assert two.run(staged_and_scaled, held) == [[(False, 0), (True, 1), (False, 1), (False, 1)]] * 2
+
+
+def watched_by_one_rank(options):
+    case = Case("", *_ADAMW, {**_LIMIT, **options})
+    stages = Stages(case, (0, 1, 0, 1), statistics=rank() == 0)
+    for _ in range(3):
+        stages.step()
+    stages.ours.collect_statistics = rank() == 1
+    stages.step()
+    stages.assert_alike()
+    if rank() == 1:
+        stages.ours.statistics()
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}, {"norm_type": INF}], ids=str)
+def test_one_of_the_ranks_may_collect_statistics(two, options):
+    two.run(watched_by_one_rank, options)
+
+
+def copied_stages():
+    stages = Stages(Case("", *_ADAMW, _LIMIT), (0, 1, 0, 1))
+    stages.step()
+    twin = copy.deepcopy(stages.ours)
+    assert twin.norm_group is stages.ours.norm_group
+    for p, q in zip(twin.param_groups[0]["params"], stages.params, strict=True):
+        p.grad = q.grad.clone()
+    twin.step()
+    stages.ours.step()
+    for p, q in zip(twin.param_groups[0]["params"], stages.params, strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(TypeError, match=r"save its state_dict\(\), and load that"):
+        pickle.dumps(stages.ours)
+    # another group is another step, for all ranks at once
+    stages.ours.norm_group = None
+    stages.ours.step()
+    assert stages.ours._plan._settings.norm_group is None
+
+
+def test_a_copy_talks_to_the_same_ranks(two):
+    two.run(copied_stages)
 
 
 def staged_found_inf():
@@ -717,6 +792,10 @@ def refused_norm_groups():
         fusedstep.BertAdam([p], lr=0.1, clip_scope="tensor", norm_group=world)
     with pytest.raises(ValueError, match="holds for the whole optimizer"):
         fusedstep.AdamW([{"params": [p], "norm_group": world}])
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with pytest.raises(ValueError, match=r"functools.partial\(Lamb, norm_group=...\)"):
+        ZeroRedundancyOptimizer(model_of().parameters(), optimizer_class=fusedstep.Lamb, norm_group=world)
 
 
 def test_groups_that_would_count_twice_are_refused(two):
@@ -952,6 +1031,9 @@ ROUNDS = [
     (fusedstep.AdamW, {"max_grad_norm": 1.0, "norm_type": INF}, 1),
     (fusedstep.AdamW, {"max_grad_norm": 1.0, "skip_nonfinite": True}, 1),
     (fusedstep.BertAdam, {}, 1),
+    (fusedstep.AdamW, {"statistics": True}, 1),
+    (fusedstep.AdamW, {"max_grad_norm": 1.0, "statistics": True}, 2),
+    (fusedstep.AdamW, {"max_grad_norm": 1.0, "norm_type": INF, "statistics": True}, 3),
     (fusedstep.Lamb, {"max_grad_norm": None}, 1),
     (fusedstep.Lamb, {}, 2),
 ]

@@ -25,7 +25,7 @@ from rich.table import Table
 import fusedstep
 from fusedstep import functional
 
-from .._passes import Besides, complete
+from .._passes import Besides, Pass, complete
 from . import timing
 from .shapes import MODELS
 
@@ -265,12 +265,13 @@ def check(work: Work, device: str) -> None:
     of_param, of_state = DTYPES[work.dtype]
     generator = torch.Generator(device).manual_seed(1)
     ours = [_parameter(shape, of_param, generator) for shape in ((3000,), (33, 7))]
+    parts = [*map(_sharded, ours)] if "sharded" in work.options else ours
     exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
     for p, q in zip(ours, exact, strict=True):
         p.grad += p.grad.sign()  # or the squares of gradients would vanish in fp16
         q.grad = p.grad.double()
     options = {"lr": 1e-3, **_known(f"fusedstep.{work.optimizer}", work.options)}
-    optimizers = [getattr(fusedstep, work.optimizer)(ours, state_dtype=of_state, **options)]
+    optimizers = [getattr(fusedstep, work.optimizer)(parts, state_dtype=of_state, **options)]
     if hasattr(torch.optim, work.optimizer) and _known(f"torch.optim.{work.optimizer}", options) == options:
         optimizers.append(getattr(torch.optim, work.optimizer)(exact, **options))
     else:  # torch has no such thing: the same in plain tensor operations
@@ -283,18 +284,24 @@ def check(work: Work, device: str) -> None:
             raise RuntimeError(f"{work} is off by {error} and is not timed; please report this")
 
 
-def bytes_per_parameter(work: Work) -> int:
-    """What an update must move: in every pass, what it reads and what it writes."""
+def passes_of(work: Work) -> list[Pass]:
+    """The passes of a step: over gradients, if they are measured first, then the rule's."""
     of_param, of_state = DTYPES[work.dtype]
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
     optimizer = getattr(fusedstep, name)([torch.zeros(1)], **_known(f"fusedstep.{name}", work.options))
-    group = optimizer.param_groups[0]
+    group, guards = optimizer.param_groups[0], optimizer.skip_nonfinite
+    measures = guards or bool(group.get("max_grad_norm"))
+    besides = Besides(optimizer.norm_type, measures, guards, reports=optimizer.collect_statistics)
     rule, averages = optimizer.kind(group)
-    rule = complete(rule, Besides(), averages).for_dtypes((of_param, of_param, of_state))
-    letters = "g" if group.get("max_grad_norm") or optimizer.skip_nonfinite else ""
-    letters += "".join(a_pass.loads + a_pass.writes for a_pass in rule.passes) + "e" * averages
-    of_average = torch.promote_types(of_param, torch.float32)
-    dtypes = {"p": of_param, "g": of_param, "e": of_average}
+    rule = complete(rule, besides, averages).for_dtypes((of_param, of_param, of_state))
+    return [*rule.all_passes[0 if measures else 1 :]]
+
+
+def bytes_per_parameter(work: Work) -> int:
+    """What an update must move: in every pass, what it reads and what it writes."""
+    of_param, of_state = DTYPES[work.dtype]
+    dtypes = {"p": of_param, "g": of_param, "e": torch.promote_types(of_param, torch.float32)}
+    letters = [letter for a_pass in passes_of(work) for letter in (*a_pass.loads, *dict(a_pass.stores))]
     return sum(dtypes.get(letter, of_state).itemsize for letter in letters)
 
 
