@@ -4,6 +4,7 @@ and tests out there depend on them.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -60,3 +61,22 @@ def check_trust(bounds: tuple[float, float], max_weight_norm: float) -> None:
         raise ValueError(f"Invalid trust_bounds: {bounds}; use the smallest and the largest ratio, not below 0")
     if not max_weight_norm > 0:
         raise ValueError(f"Invalid max_weight_norm: {max_weight_norm}; use a positive number")
+
+
+def arguments_of(cls: type) -> dict[str, inspect.Parameter]:
+    """The arguments of a constructor and of those it builds on."""
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    signatures = reversed([*map(inspect.signature, constructors)])
+    return {name: p for signature in signatures for name, p in signature.parameters.items()}
+
+
+def check_flags(options: dict[str, Any]) -> None:
+    if options.get("fused") and options.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if options.get("fused") and options.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if options.get("differentiable"):
+        raise RuntimeError(
+            "differentiable=True is not supported: the fused update is not recorded by autograd; "
+            "use torch.optim for differentiating through an optimizer step"
+        )

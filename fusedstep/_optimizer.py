@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from operator import itemgetter
@@ -12,21 +11,20 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _get_scalar_dtype
 from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from . import engines
+from ._arguments import arguments_of, check_flags
 from ._capture import Capture, Group, is_capturing
-from ._entry import Settings, state_dtype_for
+from ._checkpoint import loadable, unpack
+from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
 from ._shards import Kept, check_group
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
-_WAYS = ("foreach", "capturable", "differentiable", "fused")
-TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
 # arguments that hold for all groups
 _WHOLE = {"norm_type", "norm_group", "skip_nonfinite", "statistics", "state_dtype", "engine", "clip_scope"}
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -67,7 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skip_nonfinite = bool(defaults.pop("skip_nonfinite", False))
         # set to True, `statistics()` has something to tell
         self.collect_statistics = bool(defaults.pop("statistics", False))
-        declared = _arguments(type(self))
+        declared = arguments_of(type(self))
         for name in ("max_grad_norm", "ema_decay"):
             if defaults.get(name) is None and (name not in declared or declared[name].default is None):
                 # groups then read as torch's do
@@ -117,7 +115,7 @@ class Optimizer(torch.optim.Optimizer):
         if decay is not None and not (isinstance(decay, (int, float, Tensor)) and 0 <= decay <= 1):
             raise ValueError(f"Invalid ema_decay: {decay!r}; use a number from 0 to 1, or None for no average")
         self.check(options)
-        _check_flags(options)
+        check_flags(options)
 
     def number(self, option: str, value: Any) -> Any:
         """The value of an option, a word as its number."""
@@ -319,7 +317,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.refuse("load_state_dict")
         # after the user's hooks
-        handle = self.register_load_state_dict_pre_hook(_loadable)
+        handle = self.register_load_state_dict_pre_hook(loadable)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -345,90 +343,10 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             group.update(self.fixed)
-        for p, values in self.state.items():
-            if isinstance(values, dict):
-                for name, value in values.items():
-                    if isinstance(value, _Box) or name == "step":
-                        values[name] = self._loaded(p, name, value)
-
-    def _loaded(self, p: Any, name: str, value: Any) -> Any:
-        """A state from a checkpoint, on the parameter's device and in the dtype this optimizer keeps."""
-        value = value.tensor if isinstance(value, _Box) else value
-        if not isinstance(p, Tensor):  # a state that belongs to no parameter is kept as it is
-            return value
-        if name == "step":
-            # a copy: the dict may be another optimizer's, still counting
-            return torch.as_tensor(value, dtype=_get_scalar_dtype()).detach().clone()
-        dtype = state_dtype_for(p, name, self.state_dtype)
-        return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)
+        unpack(self.state, self.state_dtype)
 
 
 @torch.no_grad()
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-class _Box:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _loadable(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as torch's loader can take it: all options there, and states by our names."""
-    groups = [{**group} for group in state_dict["param_groups"]]
-    for saved, group in zip(groups, optimizer.param_groups, strict=False):
-        _complete(optimizer, saved, group)
-    # Apex counts per group
-    counts = {key: group["step"] for group in groups for key in group["params"] if "step" in group}
-    states = {key: _boxed(optimizer, values, counts.get(key)) for key, values in state_dict["state"].items()}
-    return {**state_dict, "state": states, "param_groups": groups}
-
-
-def _complete(optimizer: Any, saved: dict[str, Any], group: dict[str, Any]) -> None:
-    """Give a saved group what it lacks, or raise if that is what no other optimizer can tell."""
-    _check_flags(saved)
-    arguments = _arguments(type(optimizer))
-    # what takes a keyword is ours alone, and torch's flags came later than its classes
-    optional = {name for name, a in arguments.items() if a.kind == a.KEYWORD_ONLY}.union(TORCH_FLAGS)
-    missing = [name for name in optimizer.options if name not in saved and name not in optional]
-    if missing:
-        raise ValueError(
-            f"the checkpoint has no {', '.join(missing)} for a group of {type(optimizer).__name__}: "
-            "it seems to come from another optimizer; load a checkpoint of this one"
-        )
-    for name, value in group.items():
-        if name != "params" and name != "param_names":
-            # one without one of torch's flags was saved before there was one, when all did as its default does;
-            # one without an option of ours comes from elsewhere, and what was chosen here stays
-            is_flag = name in TORCH_FLAGS and name in arguments
-            saved.setdefault(name, arguments[name].default if is_flag else value)
-
-
-def _boxed(optimizer: Any, values: Any, count: Any) -> Any:
-    """States in boxes, or torch's loader would cast them to their parameter's dtype."""
-    if not isinstance(values, dict):
-        return values
-    values = {optimizer.aliases.get(name, name): value for name, value in values.items()}
-    if isinstance(count, (int, float, Tensor)):
-        values.setdefault("step", count)
-    return {name: _Box(v) if isinstance(v, Tensor) else v for name, v in values.items()}
-
-
-def _arguments(cls: type) -> dict[str, inspect.Parameter]:
-    """The arguments of a constructor and of those it builds on."""
-    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    signatures = reversed([*map(inspect.signature, constructors)])
-    return {name: p for signature in signatures for name, p in signature.parameters.items()}
-
-
-def _check_flags(options: dict[str, Any]) -> None:
-    if options.get("fused") and options.get("differentiable"):
-        raise RuntimeError("`fused` does not support `differentiable`")
-    if options.get("fused") and options.get("foreach"):
-        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    if options.get("differentiable"):
-        raise RuntimeError(
-            "differentiable=True is not supported: the fused update is not recorded by autograd; "
-            "use torch.optim for differentiating through an optimizer step"
-        )
