@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/fusedstep demo
 
+# two processes, by files, whatever the machine: many tests start processes of their own, one takes 15 GiB
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

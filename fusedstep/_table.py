@@ -306,9 +306,11 @@ def step(tables: list[Table], amp: Amp, settings: Settings) -> Tensor | None:
             _share(tables, measured)
     for table, there in zip(tables, amps, strict=True):
         table.update(there)
+    if tables or not others:
+        return None
     found = [] if amp.found_inf is None else [amp.found_inf]
     found += [column[1, 0] for column in measured if settings.besides.guards]
-    return torch.as_tensor(sum(found) != 0) if others and not tables else None
+    return torch.as_tensor(sum(found) != 0)
 
 
 def _share(tables: list[Table], measured: list[Tensor]) -> None:
