@@ -30,6 +30,10 @@ from . import timing
 from .shapes import MODELS
 
 
+def _text(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
 class Work(NamedTuple):
     """One row of the benchmark: an optimizer of ours, and those it is timed with, where installed."""
 
@@ -40,8 +44,7 @@ class Work(NamedTuple):
     peers: tuple[str, ...]
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.model} {self.optimizer}({options}) {self.dtype}"
+        return f"{self.model} {self.optimizer}({_text(self.options)}) {self.dtype}"
 
 
 Row = tuple[str, dict[str, Any], tuple[str, ...]]
@@ -313,8 +316,8 @@ def table(results: list[dict], device: str) -> Table:
     for i, column in enumerate(columns):
         view.add_column(column, justify="left" if i < 3 or column == "peer" else "right")
     for r in results:
-        ours, options = r["ours"], ", ".join(f"{name}={value}" for name, value in r["options"].items())
-        row = [r["model"], f"{r['optimizer']}({options})", r["dtype"], f"{ours['device']:.3f}"]
+        ours = r["ours"]
+        row = [r["model"], f"{r['optimizer']}({_text(r['options'])})", r["dtype"], f"{ours['device']:.3f}"]
         if device == "cuda":
             row += [f"{100 * r['limit'] / ours['device']:.1f} %", f"{ours['host']:.3f}"]
         for peer, its in r["peers"].items() or [("", None)]:
@@ -325,9 +328,14 @@ def table(results: list[dict], device: str) -> Table:
     return view
 
 
+def _torchs(result: dict) -> Any:
+    """The times of torch's optimizer, if it was among the peers."""
+    return next((times for peer, times in result["peers"].items() if peer.startswith("torch.")), None)
+
+
 def chart(results: list[dict], facts: dict[str, str], path: Path) -> None:
     """Speed-up over torch's fused step, a bar for each row of the first optimizer."""
-    results = [r for r in results if r["optimizer"] == results[0]["optimizer"] and r["peers"]]
+    results = [r for r in results if r["optimizer"] == results[0]["optimizer"] and _torchs(r) is not None]
     if not results:
         return
     import matplotlib
@@ -335,9 +343,9 @@ def chart(results: list[dict], facts: dict[str, str], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [f"{r['model']}  {r['optimizer']}  {r['dtype']}" for r in results]
+    names = [f"{r['model']}  {r['optimizer']}({_text(r['options'])})  {r['dtype']}" for r in results]
     # steps in a row take as long as the slower of device and host
-    ratios = [max(next(iter(r["peers"].values())).values()) / max(r["ours"].values()) for r in results]
+    ratios = [max(_torchs(r).values()) / max(r["ours"].values()) for r in results]
     figure, axes = plt.subplots(figsize=(8, 1 + 0.2 * len(results)), layout="constrained")
     colors = ["#2a6f97" if i % 2 else "#468faf" for i, _ in enumerate(results)]
     bars = axes.barh(names, ratios, color=colors, height=0.85)
