@@ -133,3 +133,33 @@ def test_fully_sharded_models_train_as_plain_tensors_do(mesh, cls, policy):
     for p, q in zip(params, one, strict=True):
         assert p.device.type == ("cpu" if policy == "offloaded" else "cuda")
         assert torch.equal(p.to_local(), q)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_type": float("inf")}, {"skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize("cls", [fusedstep.AdamW, fusedstep.Lamb])
+def test_a_norm_over_a_group_of_one_rank_is_its_own(mesh, cls, options):
+    start = [torch.randn(shape, device="cuda") for shape in SHAPES]
+    params, others = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    options = {"max_grad_norm": 0.1, **options}
+    ours, one = cls(params, norm_group=dist.group.WORLD, **options), cls(others, **options)
+    for i in range(4):
+        for p, q in zip(params, others, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        # a step never waits
+        torch.cuda.set_sync_debug_mode("error" if i > 1 else "default")
+        try:
+            ours.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        one.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_a_rank_without_parameters_takes_part(mesh):
+    optimizer = fusedstep.AdamW([{"params": []}], max_grad_norm=1.0, norm_group=dist.group.WORLD)
+    for _ in range(2):
+        optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert optimizer.step_was_skipped.device.type == "cuda"
