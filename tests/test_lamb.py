@@ -23,15 +23,6 @@ def expected(p, g, **options):
     return torch.as_tensor(value)
 
 
-@pytest.fixture
-def one_thread():
-    """For small work: on busy cores threads wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("chosen", ["torch", "cpu"])
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=str)
