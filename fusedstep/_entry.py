@@ -19,7 +19,7 @@ class Settings(NamedTuple):
     """What holds for everything an optimizer steps.
 
     Scalars are computed in `exact`: float64, so that bias corrections hold at any step. `counts` says whether
-    a step is counted before it is taken. The ranks of `norm_group` step other parameters, which are clipped
+    a step is counted before it is taken. `others` are the ranks that step other parameters, which are clipped
     together with those here.
     """
 
@@ -30,7 +30,7 @@ class Settings(NamedTuple):
     exact: torch.dtype = torch.float64
     counts: bool = True
     besides: Besides = Besides()
-    norm_group: Any = None
+    others: _shards.Ranks | None = None
 
 
 class Known(NamedTuple):

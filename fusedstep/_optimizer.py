@@ -21,7 +21,7 @@ from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
-from ._shards import Kept, check_group
+from ._shards import Kept, check_group, ranks_of
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
@@ -137,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
             engine=self.engine,
             state_dtype=self.state_dtype,
             clip_scope=self.clip_scope,
-            norm_group=self.norm_group,
+            others=None if self.norm_group is None else ranks_of(self.norm_group),
         )
 
     @staticmethod

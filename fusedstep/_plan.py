@@ -59,8 +59,8 @@ def _place(cell: Cell) -> tuple[int, int, int]:
 def _status(settings: Settings, previous: Tensor | None) -> Tensor:
     """The status of an optimizer that has nothing to step."""
     device: Any = "cpu" if previous is None else previous.device
-    if settings.norm_group is not None:
-        device = _shards.ranks_of(settings.norm_group).device
+    if settings.others is not None:
+        device = settings.others.device
     return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
 
 
@@ -91,8 +91,9 @@ class Plan:
         self.besides = besides
         measures = besides.guards or clips(self._hyper)
         self._settings = settings = optimizer.settings._replace(besides=besides._replace(measures=measures))
-        if settings.norm_group is not None:
-            _shards.check_counted_once(settings.norm_group, params, settings.owner)
+        self._norm_group = optimizer.norm_group
+        if self._norm_group is not None:
+            _shards.check_counted_once(self._norm_group, params, settings.owner)
         self._pending: list[Tensor] = []
         entries: list[Entry] = []
         for i, (rule, averages) in enumerate(self._kinds):
@@ -131,7 +132,7 @@ class Plan:
 
     def describes(self, optimizer: Any, besides: Besides) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
-        if besides != self.besides or optimizer.norm_group is not self._settings.norm_group:
+        if besides != self.besides or optimizer.norm_group is not self._norm_group:
             return False
         groups = optimizer.param_groups
         verdict = _scan.UNSURE if self._scan is None else self._scan.look(groups, optimizer.state)
@@ -252,4 +253,4 @@ class Plan:
     @property
     def decides(self) -> bool:
         """Whether there is anybody to decide whether a step is taken."""
-        return bool(self.tables) or self._settings.norm_group is not None
+        return bool(self.tables) or self._norm_group is not None

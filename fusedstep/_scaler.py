@@ -34,7 +34,11 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is not OptState.READY:
-            return super().step(optimizer, *args, **kwargs)
+            result = super().step(optimizer, *args, **kwargs)
+            if optimizer.norm_group is not None:
+                # other ranks may have found what `unscale_` did not find here
+                self._take_over(optimizer, state)
+            return result
         self._check_scale_growth_tracker("step")
         scale: Any = self._get_scale_async()
         preset = getattr(optimizer, "grad_scale", None)
@@ -44,7 +48,14 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        found = optimizer._found_nonfinite
-        state["found_inf_per_device"] = {} if found is None else {scale.device: found.to(scale.device)}
+        self._take_over(optimizer, state)
         state["stage"] = OptState.STEPPED
         return result
+
+    def _take_over(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Let `update()` know what the step found."""
+        found, scale = optimizer._found_nonfinite, self._get_scale_async()
+        if found is None or scale is None:
+            state["found_inf_per_device"] = {}
+        else:
+            state["found_inf_per_device"] = {scale.device: found.to(scale.device)}

@@ -6,7 +6,6 @@ hold parts of it add up theirs.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -117,7 +116,6 @@ def holders(params: Sequence[Any]) -> list[Ranks]:
     return [*dict.fromkeys(_ranks(p, dim) for p, dim in dims)]
 
 
-@functools.cache
 def ranks_of(group: Any) -> Ranks:
     """Of a process group without a mesh. All ranks must find the same, wherever their tensors are."""
     backends = dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))

@@ -265,10 +265,10 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
         entry.segment = numbers[key]
         by_table.setdefault((entry.engine, entry.device), []).append(entry)
     tables = [Table(engine, members, hyper, settings) for (engine, _), members in by_table.items()]
-    if settings.norm_group is not None or len(tables) > 1:
+    if settings.others is not None or len(tables) > 1:
         # with other ranks all are clipped together, and one column tells of them
         segments = np.zeros(1, np.int64)
-        if settings.norm_group is None:
+        if settings.others is None:
             segments = np.concatenate([table.segments for table in tables])
         for table in tables:
             shared = table.sums.new_zeros(len(_deciding(settings)), len(segments))
@@ -285,7 +285,7 @@ def _deciding(settings: Settings) -> str:
 
 def step(tables: list[Table], amp: Amp, settings: Settings) -> Tensor | None:
     """One step of everything in these tables. Where there is nothing: whether other ranks skip it, if any."""
-    others = [] if settings.norm_group is None else [_shards.ranks_of(settings.norm_group)]
+    others = [] if settings.others is None else [settings.others]
     if amp.found_inf is not None:
         told = dict.fromkeys(ranks for table in tables for ranks in table.holders)
         amp = amp._replace(found_inf=_shards.agree(amp.found_inf, [*told, *others]))

@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import gc
 import io
 import pickle
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -671,7 +673,7 @@ def test_ranks_with_other_parameters_clip_together_on_the_triton_engine(two, hel
     two.run(staged, case, held, "triton")
 
 
-def staged_and_scaled(held):
+def staged_and_scaled(held, unscales):
     """The scale of a GradScaler follows what any rank has found."""
     case = Case("", *_ADAMW, {"lr": 0.1, "max_grad_norm": 0.5})
     stages, scaler = Stages(case, held), fusedstep.GradScaler("cpu", init_scale=64.0)
@@ -687,6 +689,8 @@ def staged_and_scaled(held):
         for i, p in zip(stages.mine, stages.params, strict=True):
             p.grad = stages.whole[i].grad.clone()
         for s, optimizer in ((scaler, stages.ours), (one, stages.one)):
+            if unscales:
+                s.unscale_(optimizer)
             s.step(optimizer)
             s.update()
         seen.append((bool(stages.ours.step_was_skipped), int(stages.ours.skipped_steps)))
@@ -694,9 +698,10 @@ def staged_and_scaled(held):
     return seen
 
 
+@pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("held", [(0, 1, 0, 1), (0, 0, 0), (1, 1)], ids=str)
-def test_a_scaler_of_ours_follows_all_ranks(two, held):
-    assert two.run(staged_and_scaled, held) == [[(False, 0), (True, 1), (False, 1), (False, 1)]] * 2
+def test_a_scaler_of_ours_follows_all_ranks(two, held, unscales):
+    assert two.run(staged_and_scaled, held, unscales) == [[(False, 0), (True, 1), (False, 1), (False, 1)]] * 2
 
 
 def watched_by_one_rank(options):
@@ -716,6 +721,24 @@ def test_one_of_the_ranks_may_collect_statistics(two, options):
     two.run(watched_by_one_rank, options)
 
 
+def grouped():
+    """A process group that an optimizer was given goes with the last that uses it."""
+    group = torch.distributed.new_group([0, 1])
+    gone, p = weakref.ref(group), nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = fusedstep.AdamW([p], max_grad_norm=1.0, norm_group=group)
+    optimizer.step()
+    del optimizer
+    torch.distributed.destroy_process_group(group)
+    del group
+    gc.collect()
+    return gone() is None
+
+
+def test_process_groups_are_not_kept(two):
+    assert two.run(grouped) == [True, True]
+
+
 def copied_stages():
     stages = Stages(Case("", *_ADAMW, _LIMIT), (0, 1, 0, 1))
     stages.step()
@@ -732,7 +755,7 @@ def copied_stages():
     # another group is another step, for all ranks at once
     stages.ours.norm_group = None
     stages.ours.step()
-    assert stages.ours._plan._settings.norm_group is None
+    assert stages.ours._plan._settings.others is None
 
 
 def test_a_copy_talks_to_the_same_ranks(two):
