@@ -12,6 +12,7 @@ per group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import groupby
 from types import ModuleType
@@ -26,7 +27,7 @@ from . import _scan, _shards
 from ._capture import is_capturing
 from ._entry import Entry, Settings
 from ._layout import numel
-from ._passes import NORMS, measure_of
+from ._passes import NORMS, Besides, measure_of
 from .engines import FOUND, FULL, GROUP, LIMIT, LIVE, NUMEL, OWN, POINTERS, SEGMENT, compute_dtype
 
 
@@ -271,16 +272,17 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
         if settings.others is None:
             segments = np.concatenate([table.segments for table in tables])
         for table in tables:
-            shared = table.sums.new_zeros(len(_deciding(settings)), len(segments))
+            shared = table.sums.new_zeros(len(_deciding(settings.besides)), len(segments))
             table.everyone = shared, torch.from_numpy(segments).to(table.device)
     for table in tables:
         table.engine.compile(table)
     return tables
 
 
-def _deciding(settings: Settings) -> str:
+@functools.cache
+def _deciding(besides: Besides) -> str:
     """How what is measured of gradients is summed, as far as it decides about a step."""
-    return measure_of(settings.besides._replace(reports=False)).kinds
+    return measure_of(besides._replace(reports=False)).kinds
 
 
 def step(tables: list[Table], amp: Amp, settings: Settings) -> Tensor | None:
@@ -297,7 +299,7 @@ def step(tables: list[Table], amp: Amp, settings: Settings) -> Tensor | None:
         for table in tables:
             table.sweep(0, skips=False)
         if others or len(tables) > 1:
-            kinds = _deciding(settings)
+            kinds = _deciding(settings.besides)
             measured = [table.sums[table.rule.rows(0)][: len(kinds)] for table in tables]
         for ranks in others:
             # also where nothing was measured: the others wait for this one

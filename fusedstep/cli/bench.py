@@ -25,7 +25,7 @@ from rich.table import Table
 import fusedstep
 from fusedstep import functional
 
-from .._passes import Besides, Pass, complete
+from .._passes import Pass
 from . import timing
 from .shapes import MODELS
 
@@ -288,16 +288,16 @@ def check(work: Work, device: str) -> None:
 
 
 def passes_of(work: Work) -> list[Pass]:
-    """The passes of a step: over gradients, if they are measured first, then the rule's."""
+    """The passes that a step is planned as: over gradients, if they are measured first, then the rule's."""
     of_param, of_state = DTYPES[work.dtype]
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
-    optimizer = getattr(fusedstep, name)([torch.zeros(1)], **_known(f"fusedstep.{name}", work.options))
-    group, guards = optimizer.param_groups[0], optimizer.skip_nonfinite
-    measures = guards or bool(group.get("max_grad_norm"))
-    besides = Besides(optimizer.norm_type, measures, guards, reports=optimizer.collect_statistics)
-    rule, averages = optimizer.kind(group)
-    rule = complete(rule, besides, averages).for_dtypes((of_param, of_param, of_state))
-    return [*rule.all_passes[0 if measures else 1 :]]
+    p = torch.nn.Parameter(torch.ones(1, dtype=of_param))
+    p.grad = torch.ones_like(p)
+    options = {"lr": 1e-3, "engine": "torch", **_known(f"fusedstep.{name}", work.options)}
+    optimizer = getattr(fusedstep, name)([p], state_dtype=of_state, **options)
+    optimizer.step()
+    (table,) = optimizer._plan.tables
+    return [table.rule.all_passes[k] for k in table.used_passes]
 
 
 def bytes_per_parameter(work: Work) -> int:
