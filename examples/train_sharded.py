@@ -23,6 +23,7 @@ NCCL on GPUs, gloo without. The model is that of `fusedstep demo`: pip install '
 
 import argparse
 import os
+import time
 from importlib import resources
 from pathlib import Path
 
@@ -126,6 +127,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     train(args, device)
     dist.destroy_process_group()
+    if device.type == "cpu":
+        # gloo's threads outlive their group, and one that lets go of a tensor only when Python has begun to end
+        # aborts the process: https://github.com/pytorch/pytorch/issues/190489
+        time.sleep(1)
 
 
 if __name__ == "__main__":
