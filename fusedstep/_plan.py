@@ -58,9 +58,8 @@ def _place(cell: Cell) -> tuple[int, int, int]:
 
 def _status(settings: Settings, previous: Tensor | None) -> Tensor:
     """The status of an optimizer that has nothing to step."""
-    device: Any = "cpu" if previous is None else previous.device
-    if settings.others is not None:
-        device = settings.others.device
+    here = torch.device("cpu") if previous is None else previous.device
+    device = here if settings.others is None else settings.others.device
     return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
 
 
@@ -110,7 +109,7 @@ class Plan:
         self.status = statuses[0]
         if previous is not None:
             for status in statuses:
-                status[SKIPPED].copy_(previous[SKIPPED], non_blocking=True)
+                status[SKIPPED] = _shards.moved(previous[SKIPPED], status.device)
         for entry in entries:
             entry.commit(known)
         for table in self.tables:
@@ -231,11 +230,17 @@ class Plan:
         return row, cells
 
     def check_capturable(self, optimizer: Any) -> None:
-        """Raise where a replay could not see an option change."""
+        """Raise where a replay would not do what a step does."""
         if any(isinstance(value, Tensor) and value.device.type == "cpu" for value in _values(optimizer)):
             raise RuntimeError(
                 "an option of a group is a tensor on the CPU, which a CUDA graph would not read again; use a "
                 "number, or a tensor on the device"
+            )
+        others = self._settings.others
+        if others is not None and others.device.type == "cpu":
+            raise RuntimeError(
+                "the ranks of norm_group talk on the host, which a CUDA graph does not replay; use one that "
+                "talks on the device, such as torch.distributed.new_group(backend='nccl')"
             )
 
     def _copy_cells(self) -> None:
@@ -245,9 +250,13 @@ class Plan:
                 table.hyper[row, column].copy_(value, non_blocking=True)
 
     def step(self, amp: Amp) -> None:
-        skip = step(self.tables, amp, self._settings)
+        found = step(self.tables, amp, self._settings)
         if not self.tables:
-            self.status[SKIP] = self.status[FOUND] = 0 if skip is None else skip
+            # filled where they are: a number or tensor of the host that is assigned waits for the device
+            self.status[FOUND].zero_()
+            for number in found:
+                self.status[FOUND].add_(number)
+            self.status[SKIP] = self.status[FOUND] != 0
             self.status[SKIPPED] += self.status[SKIP]
 
     @property

@@ -78,10 +78,10 @@ def check_norms(p: Tensor, owner: str) -> None:
 
 
 class Ranks(NamedTuple):
-    """A process group, and the type of device on which its ranks talk, the same for all of them."""
+    """A process group, and where this rank talks in it: on all ranks a device of the same type."""
 
     group: Any
-    device: str
+    device: torch.device
 
 
 class Spread(NamedTuple):
@@ -93,7 +93,7 @@ class Spread(NamedTuple):
 
 
 def _ranks(p: Any, dim: int) -> Ranks:
-    return Ranks(p.device_mesh.get_group(dim), p.device_mesh.device_type)
+    return Ranks(p.device_mesh.get_group(dim), torch.device(p.device_mesh.device_type))
 
 
 def spreads(params: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[Spread]:
@@ -120,9 +120,16 @@ def ranks_of(group: Any) -> Ranks:
     """Of a process group without a mesh. All ranks must find the same, wherever their tensors are."""
     backends = dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # gloo goes through the host anyway
-    direct = accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo"
-    return Ranks(group, accelerator.type if accelerator is not None and direct else "cpu")
+    # a backend for both, such as gloo, goes through the host
+    if accelerator is None or backends.get(accelerator.type) in (None, backends.get("cpu")):
+        return Ranks(group, torch.device("cpu"))
+    index = torch.accelerator.current_device_index()
+    return Ranks(group, group.bound_device_id or torch.device(accelerator.type, index))
+
+
+def moved(t: Tensor, device: torch.device) -> Tensor:
+    # what comes to the host must have arrived before it is read there
+    return t.to(device, non_blocking=device.type != "cpu")
 
 
 def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
@@ -135,24 +142,24 @@ def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
         sums.copy_(torch.where(both[1] != 0, torch.nan, both[0]))
 
 
-def _join(sums: Tensor, kinds: str, ranks: Ranks) -> None:
-    """Make sums those over all ranks, at once those of a kind that follow each other."""
-    there = sums if sums.device.type == ranks.device else sums.to(ranks.device)
+def _joined(sums: Tensor, kinds: str, ranks: Ranks) -> Tensor:
+    """Sums over all ranks, where these talk: in place, if that is here."""
+    there = sums if sums.device.type == ranks.device.type else moved(sums, ranks.device)
+    # at once those of a kind that follow each other
     for kind, same in groupby(enumerate(kinds), key=itemgetter(1)):
         places = [i for i, _ in same]
         _all_reduce(there[places[0] : places[-1] + 1], kind, ranks.group)
-    if there is not sums:
-        sums.copy_(there)
+    return there
 
 
 def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
     """Make sums over the parts that are here those over all ranks that hold parts."""
-    if spread.rows is None:
-        _join(sums, kinds, spread.ranks)
-    else:
-        mine = sums[:, spread.rows]
-        _join(mine, kinds, spread.ranks)
-        sums[:, spread.rows] = mine
+    mine = sums if spread.rows is None else sums[:, spread.rows]
+    joined = moved(_joined(mine, kinds, spread.ranks), sums.device)
+    if spread.rows is not None:
+        sums[:, spread.rows] = joined
+    elif joined is not sums:
+        sums.copy_(joined)
 
 
 def total(sums: Sequence[Tensor], kinds: str, ranks: Ranks) -> Tensor:
@@ -161,8 +168,7 @@ def total(sums: Sequence[Tensor], kinds: str, ranks: Ranks) -> Tensor:
     like = sums[0] if sums else torch.zeros(0, dtype=torch.float64, device=ranks.device)
     ours = torch.cat([like.new_zeros(len(kinds), 1), *(t.to(like.device) for t in sums)], 1)
     folded = torch.stack([FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)]).unsqueeze(1)
-    _join(folded, kinds, ranks)
-    return folded
+    return _joined(folded, kinds, ranks)
 
 
 def agree(found_inf: Tensor, everyone: Sequence[Ranks]) -> Tensor:
@@ -171,7 +177,7 @@ def agree(found_inf: Tensor, everyone: Sequence[Ranks]) -> Tensor:
         return found_inf
     found = local(found_inf).clone().reshape(1, 1)
     for ranks in everyone:
-        _join(found, "^", ranks)
+        found = _joined(found, "^", ranks)
     return found.reshape(())
 
 

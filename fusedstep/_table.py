@@ -49,9 +49,7 @@ class Amp(NamedTuple):
     def to(self, device: torch.device) -> Amp:
         if self.scale is None and self.found_inf is None:
             return self
-        # what comes to the host must have arrived before it is read there
-        waits = device.type == "cpu"
-        return Amp(*(t if t is None else t.to(device, non_blocking=not waits) for t in self))
+        return Amp(*(t if t is None else _shards.moved(t, device) for t in self))
 
 
 class Bucket:
@@ -285,8 +283,8 @@ def _deciding(besides: Besides) -> str:
     return measure_of(besides._replace(reports=False)).kinds
 
 
-def step(tables: list[Table], amp: Amp, settings: Settings) -> Tensor | None:
-    """One step of everything in these tables. Where there is nothing: whether other ranks skip it, if any."""
+def step(tables: list[Table], amp: Amp, settings: Settings) -> list[Tensor]:
+    """One step of everything in these tables. Where there are none: what has other ranks skip it, if not 0."""
     others = [] if settings.others is None else [settings.others]
     if amp.found_inf is not None:
         told = dict.fromkeys(ranks for table in tables for ranks in table.holders)
@@ -309,18 +307,15 @@ def step(tables: list[Table], amp: Amp, settings: Settings) -> Tensor | None:
     for table, there in zip(tables, amps, strict=True):
         table.update(there)
     if tables or not others:
-        return None
+        return []
     found = [] if amp.found_inf is None else [amp.found_inf]
-    found += [column[1, 0] for column in measured if settings.besides.guards]
-    return torch.as_tensor(sum(found) != 0)
+    return found + [column[1, 0] for column in measured if settings.besides.guards]
 
 
 def _share(tables: list[Table], measured: list[Tensor]) -> None:
     """Give every table all measurements."""
     for table in tables:
-        # what comes to the host must have arrived before it is read there
-        waits = table.device.type == "cpu"
-        torch.cat([t.to(table.device, non_blocking=not waits) for t in measured], 1, out=table.everyone[0])
+        torch.cat([_shards.moved(t, table.device) for t in measured], 1, out=table.everyone[0])
 
 
 def upload(host: np.ndarray, device: Tensor) -> None:

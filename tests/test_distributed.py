@@ -18,6 +18,7 @@ import fusedstep
 from fusedstep import engines
 from tests import ranks, reference
 from tests.cases import CASES, KINDS, Case, name_of
+from tests.conftest import HAS_GPU, HAS_TRITON
 from tests.numerics import assert_alike
 
 NAN, INF = float("nan"), float("inf")
@@ -667,6 +668,7 @@ def test_ranks_with_other_parameters_clip_and_skip_together(four, case, held, en
     four.run(staged, case._replace(options={**case.options, "statistics": True}), held, engine)
 
 
+@pytest.mark.skipif(HAS_GPU or not HAS_TRITON, reason="Triton takes CPU tensors in its interpreter only")
 @pytest.mark.parametrize("held", [(0, 1, 0, 1, 1, 0), (0, 0, 0)], ids=str)
 def test_ranks_with_other_parameters_clip_together_on_the_triton_engine(two, held):
     case = Case("adamw-everything", *_ADAMW, _ALL)

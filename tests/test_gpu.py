@@ -8,6 +8,7 @@ import torch
 import fusedstep
 from tests.cases import CASES, KINDS, name_of
 from tests.numerics import assert_alike, judge, roundings
+from tests.test_graphs import no_waiting
 from tests.test_layouts import LAYOUTS
 from tests.test_numerics import DTYPES, MIXED, exact, gradients, parameters, run
 
@@ -134,8 +135,7 @@ def test_a_step_never_waits_for_the_device_and_a_quiet_one_allocates_nothing(lim
     optimizer.step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(3):
             optimizer.step()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -143,8 +143,20 @@ def test_a_step_never_waits_for_the_device_and_a_quiet_one_allocates_nothing(lim
             p.grad = torch.ones_like(p)
         optimizer.param_groups[0]["weight_decay"] = 0.3
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("case", KINDS, ids=name_of)
+def test_the_torch_engine_never_waits_either(case, scaled):
+    params = [torch.nn.Parameter(torch.randn(8, 5, device="cuda")) for _ in range(3)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = case.ours(params, engine="torch", statistics=True, skip_nonfinite=True, **case.options)
+    if scaled:
+        optimizer.found_inf, optimizer.grad_scale = (torch.tensor(x, device="cuda") for x in (0.0, 2.0))
+    optimizer.step()
+    with no_waiting():
+        optimizer.step()
 
 
 @pytest.mark.parametrize("case", KINDS, ids=name_of)

@@ -1,5 +1,7 @@
 """One rank on a GPU with NCCL: distributed tensors are stepped as plain ones are, and ranks would talk once."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fusedstep
 from tests.cases import CASES, name_of
 from tests.test_distributed import MORE, ROUNDS
+from tests.test_graphs import capture, no_waiting
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(40, 30), (7, 5), (1,), (3, 2, 1000)]
@@ -82,11 +85,8 @@ def test_a_step_never_waits(mesh, cls, options, rounds):
     pair = Pair(mesh, cls, options)
     pair.step()
     pair.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         pair.ours.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("cls", "options", "rounds"), ROUNDS)
@@ -94,9 +94,7 @@ def test_a_graph_captures_steps_of_distributed_tensors(mesh, cls, options, round
     pair = Pair(mesh, cls, options)
     pair.step()
     pair.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pair.ours.step()
+    graph = capture(pair.ours.step)
     for _ in range(3):
         for p, q in zip(pair.parts, pair.plain, strict=True):
             q.grad = torch.randn_like(q)
@@ -146,20 +144,40 @@ def test_a_norm_over_a_group_of_one_rank_is_its_own(mesh, cls, options):
         for p, q in zip(params, others, strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
-        # a step never waits
-        torch.cuda.set_sync_debug_mode("error" if i > 1 else "default")
-        try:
+        with no_waiting() if i > 1 else nullcontext():
             ours.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        one.step()
+
+    graph = capture(ours.step)
+    for _ in range(2):
+        for p, q in zip(params, others, strict=True):
+            p.grad.copy_(torch.randn_like(p))
+            q.grad = p.grad.clone()
+        graph.replay()
         one.step()
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
-def test_a_rank_without_parameters_takes_part(mesh):
-    optimizer = fusedstep.AdamW([{"params": []}], max_grad_norm=1.0, norm_group=dist.group.WORLD)
-    for _ in range(2):
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"skip_nonfinite": True}], ids=str)
+def test_a_rank_without_parameters_takes_part(mesh, options):
+    optimizer = fusedstep.AdamW([{"params": []}], norm_group=dist.group.WORLD, **options)
+    for found in (None, 0.0, 1.0, 0.0, None):
+        optimizer.found_inf = found if found is None else torch.tensor(found, device="cuda")
         optimizer.step()
-    assert not optimizer.step_was_skipped
-    assert optimizer.step_was_skipped.device.type == "cuda"
+        with no_waiting():
+            optimizer.step()
+        graph = capture(optimizer.step)
+        graph.replay()
+        assert optimizer.step_was_skipped == (found == 1.0)
+        assert optimizer.step_was_skipped.device.type == "cuda"
+        optimizer.release_graph()
+    assert optimizer.skipped_steps == 3
+
+
+def test_a_graph_refuses_a_group_that_talks_on_the_host(mesh):
+    optimizer = fusedstep.AdamW([{"params": []}], norm_group=dist.new_group(backend="gloo"), max_grad_norm=1.0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="norm_group talk on the host"):
+        capture(optimizer.step)
+    optimizer.step()

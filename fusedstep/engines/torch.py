@@ -54,7 +54,7 @@ def prepare(table, amp, first: bool) -> None:
         if table.besides.guards:
             skip = skip + table.everyone[0][1].sum() != 0
         table.status[SKIP] = table.status[FOUND] = skip
-        table.status[SCALE] = 1 if amp.scale is None else amp.scale
+        table.status[SCALE] = table.status.new_ones(()) if amp.scale is None else amp.scale
         table.status[SKIPPED] += table.status[SKIP]
         if table.counts:
             step += (table.rows[:, LIVE] * (table.status[SKIP] == 0)).to(step.dtype)
