@@ -290,7 +290,7 @@ def dies_in_the_next_step(kind, folder):
 
 @pytest.mark.parametrize("kind", ["lamb", "adamw-averaged"])
 def test_training_goes_on_from_the_last_checkpoint_after_a_rank_was_killed_in_a_step(two, kind, tmp_path):
-    with ranks.world(2, timeout=10) as world:
+    with ranks.world(2) as world:
         survivor, dead = world.call(dies_in_the_next_step, kind, tmp_path)
     assert isinstance(dead, ChildProcessError)
     message, files, seconds, same, steps = survivor

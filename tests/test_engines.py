@@ -95,7 +95,7 @@ def run(code, **environment):
     """Run Python code in a process of its own."""
     env = {**os.environ, **environment}
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout

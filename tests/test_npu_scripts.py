@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def launch(*command, cwd=None):
     return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300
+        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=600
     )
 
 
