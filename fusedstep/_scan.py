@@ -43,9 +43,12 @@ DISTRIBUTED, PART, SPEC = range(19, 22)
 # columns of what is remembered of a parameter; its states follow
 # (of a distributed one, also how its gradient is)
 PARAM, STATE, VERSION, COUNT, GRAD_SPEC, STATES = range(6)
+# of a group: itself, its list of parameters and how long that is, its version
+GROUP, MEMBERS, LENGTH, GROUP_VERSION = range(4)
 # and of a tensor: dimensions, sizes and strides, dtype with device, dispatch keys, bytes of an element
 MOST_DIMS = 5
-WORDS = 1 + 2 * MOST_DIMS + 3
+DIMS, SIZES, STRIDES = 0, 1, 1 + MOST_DIMS
+KIND, DISPATCH, BYTES, WORDS = range(1 + 2 * MOST_DIMS, 5 + 2 * MOST_DIMS)
 KIND_BYTES = 0xFFFFFFFFFF
 
 
@@ -81,9 +84,11 @@ def _offsets() -> list[int] | None:
     without = _words(_words(t._cdata, 25)[meta[0]], 8)
     t.grad = torch.empty_like(t)
     with_grad = _words(_words(t._cdata, 25)[meta[0]], 8)
-    if with_grad.count(t.grad._cdata) != 1:
+    # another word may happen to read the same: not all are initialised
+    grads = [i for i in range(8) if without[i] != with_grad[i] == t.grad._cdata]
+    if len(grads) != 1:
         return None
-    grad = with_grad.index(t.grad._cdata)
+    grad = grads[0]
     places = [inside.index(t._cdata), starts[0], keys[0], tensor.index(storage)]
     places += [_words(storage, 6).index(memory), meta[0], grad]
     counter = _write_counter()
@@ -217,7 +222,7 @@ class Groups:
         # 0 where there is none
         ids = [[id(group[name]) if name in group else 0 for name in self._options] for group in groups]
         self._values = np.array(ids, np.int64).reshape(len(groups), len(self._options))
-        self._groups[:, 3] = [*map(_version, groups)]
+        self._groups[:, GROUP_VERSION] = [*map(_version, groups)]
 
 
 class Entries:

@@ -11,17 +11,25 @@ from numba.extending import intrinsic
 from ._cache import kept_on_disk
 from ._scan import (
     _DICT_VERSION,
+    BYTES,
     CLEAR,
     COUNT,
     COUNTER,
     DATA,
+    DIMS,
+    DISPATCH,
     DISTRIBUTED,
     GET_ITEM,
     GRAD,
     GRAD_SPEC,
+    GROUP,
+    GROUP_VERSION,
     IMPL,
     KEYS,
+    KIND,
     KIND_BYTES,
+    LENGTH,
+    MEMBERS,
     META,
     MOST_DIMS,
     MOVED,
@@ -35,11 +43,13 @@ from ._scan import (
     PART,
     SAME,
     SHAPE,
+    SIZES,
     SPEC,
     STATE,
     STATES,
     STEP,
     STORAGE,
+    STRIDES,
     TENSOR,
     UNSURE,
     VERSION,
@@ -49,8 +59,9 @@ from ._scan import (
 
 # offsets in CPython's objects: the type of any, size and items of a list
 _TYPE, _SIZE, _ITEMS = 8, 16, 24
-# in torch's, from its number of dimensions: the offset into its memory, and after the number of elements the
-# word that begins with dtype (2 bytes) and device (3 bytes)
+# in torch's, from its number of dimensions, which sizes and strides follow: the offset into its memory, and
+# after the number of elements the word that begins with dtype (2 bytes) and device (3 bytes)
+_SIZES, _STRIDES = 8, 8 * (1 + MOST_DIMS)
 _OFFSET = 8 * (1 + 2 * MOST_DIMS)
 _KIND = _OFFSET + 16
 
@@ -127,13 +138,13 @@ def read_tensors(api, tensors, sizes):
         for k in range(tensors.shape[1]):
             impl = _word(tensors[i, k] + api[IMPL])
             shape = impl + api[SHAPE]
-            words[i, k, 0] = _word(shape)
-            for d in range(min(words[i, k, 0], MOST_DIMS)):
-                words[i, k, 1 + d] = _word(shape + 8 * (1 + d))
-                words[i, k, 1 + MOST_DIMS + d] = _word(shape + 8 * (1 + MOST_DIMS + d))
-            words[i, k, 1 + 2 * MOST_DIMS] = _word(shape + _KIND) & KIND_BYTES
-            words[i, k, 2 + 2 * MOST_DIMS] = _word(impl + api[KEYS])
-            words[i, k, 3 + 2 * MOST_DIMS] = sizes[i, k]
+            words[i, k, DIMS] = _word(shape)
+            for d in range(min(words[i, k, DIMS], MOST_DIMS)):
+                words[i, k, SIZES + d] = _word(shape + _SIZES + 8 * d)
+                words[i, k, STRIDES + d] = _word(shape + _STRIDES + 8 * d)
+            words[i, k, KIND] = _word(shape + _KIND) & KIND_BYTES
+            words[i, k, DISPATCH] = _word(impl + api[KEYS])
+            words[i, k, BYTES] = sizes[i, k]
             addresses[i, k] = _address(api, impl, sizes[i, k])
     return words, addresses
 
@@ -142,18 +153,18 @@ def read_tensors(api, tensors, sizes):
 def _is_still(api, impl, words, i, k):
     """Whether a tensor is of the recorded kind; then it has memory, and an address."""
     shape = impl + api[SHAPE]
-    different = _word(shape) ^ words[i, k, 0]
-    different |= (_word(shape + _KIND) & KIND_BYTES) ^ words[i, k, 1 + 2 * MOST_DIMS]
-    different |= _word(impl + api[KEYS]) ^ words[i, k, 2 + 2 * MOST_DIMS]
-    for d in range(words[i, k, 0]):
-        different |= _word(shape + 8 * (1 + d)) ^ words[i, k, 1 + d]
-        different |= _word(shape + 8 * (1 + MOST_DIMS + d)) ^ words[i, k, 1 + MOST_DIMS + d]
+    different = _word(shape) ^ words[i, k, DIMS]
+    different |= (_word(shape + _KIND) & KIND_BYTES) ^ words[i, k, KIND]
+    different |= _word(impl + api[KEYS]) ^ words[i, k, DISPATCH]
+    for d in range(words[i, k, DIMS]):
+        different |= _word(shape + _SIZES + 8 * d) ^ words[i, k, SIZES + d]
+        different |= _word(shape + _STRIDES + 8 * d) ^ words[i, k, STRIDES + d]
     return different == 0
 
 
 @_inline
 def _lies_at(api, impl, words, i, k):
-    return _address(api, impl, words[i, k, 3 + 2 * MOST_DIMS])
+    return _address(api, impl, words[i, k, BYTES])
 
 
 @_inline
@@ -249,21 +260,21 @@ def scan_groups(api, groups, state, version, facts, values, params, options, sta
     items, first = _word(groups + _ITEMS), 0
     for i in range(len(facts)):
         group = _word(items + 8 * i)
-        if group != facts[i, 0]:
+        if group != facts[i, GROUP]:
             return UNSURE
-        if not _is_unchanged(group, facts[i, 3]):
-            if _item(api, group, api[PARAMS]) != facts[i, 1]:
+        if not _is_unchanged(group, facts[i, GROUP_VERSION]):
+            if _item(api, group, api[PARAMS]) != facts[i, MEMBERS]:
                 return UNSURE
             for k in range(len(options)):
                 if _item(api, group, options[k]) != values[i, k]:
                     verdict = MOVED
-        if _word(facts[i, 1] + _SIZE) != facts[i, 2]:
+        if _word(facts[i, MEMBERS] + _SIZE) != facts[i, LENGTH]:
             return UNSURE
-        members = _word(facts[i, 1] + _ITEMS)
-        for k in range(facts[i, 2]):
+        members = _word(facts[i, MEMBERS] + _ITEMS)
+        for k in range(facts[i, LENGTH]):
             if _word(members + 8 * k) != params[first + k]:
                 return UNSURE
-        first += facts[i, 2]
+        first += facts[i, LENGTH]
     if _any_grad(api, absent):
         return UNSURE
     if _is_unchanged(state, version):
