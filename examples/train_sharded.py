@@ -40,7 +40,8 @@ from fusedstep.cli.demo import CONTEXT, Model
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--optimizer", default="Lamb", help="any of fusedstep's")
+    classes = ("SGD", "Adam", "AdamW", "BertAdam", "Lamb")
+    parser.add_argument("--optimizer", default="Lamb", choices=classes, help="one of fusedstep's")
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate")
     parser.add_argument("--batch", type=int, default=32, help="samples a step, of all ranks together")
     parser.add_argument("--replicas", type=int, default=1, help="copies of the model, each cut (HSDP)")
@@ -88,7 +89,8 @@ def load(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> int:
 def train(args: argparse.Namespace, device: torch.device) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if args.batch % ranks or ranks % args.replicas:
-        raise SystemExit(f"--batch must be a multiple of the {ranks} ranks, and they one of --replicas")
+        found = f"--batch {args.batch}, {ranks} ranks, --replicas {args.replicas}"
+        raise SystemExit(f"found {found}; each must be a multiple of the next")
     torch.manual_seed(0)  # the same weights on every rank, of which each keeps its part
     model = Model(characters=256)
     cut(model, args, device)

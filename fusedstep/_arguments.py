@@ -19,6 +19,18 @@ def check_lr(lr: float | Tensor) -> None:
         raise ValueError(f"Invalid learning rate: {lr}")
 
 
+def check_sgd(
+    lr: float | Tensor, momentum: float, dampening: float, weight_decay: float | Tensor, nesterov: bool
+) -> None:
+    check_lr(lr)
+    if momentum < 0.0:
+        raise ValueError(f"Invalid momentum value: {momentum}")
+    if weight_decay < 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+
 def check_adam(lr: float | Tensor, betas: tuple, eps: float, weight_decay: float) -> None:
     check_lr(lr)
     if not eps >= 0.0:

@@ -8,20 +8,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ._shards import local
+from .engines import is_capturing
 
 if TYPE_CHECKING:
     from ._passes import Besides
     from ._plan import Plan
     from ._table import Amp
-
-
-def is_capturing() -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _WHAT_TO_DO = (
@@ -39,11 +34,10 @@ class Capture:
         entries = [entry for table in plan.tables for entry in table.entries]
         # by their memory, which nobody else may get
         self._kept = amp, [[t.detach() for t in entry.here.values() if t is not None] for entry in entries]
-        watched = [entry.param for entry in entries if entry.grad is not None and entry.param.requires_grad]
         self._hooks = [
             p.register_post_accumulate_grad_hook(_watching(weakref.ref(self), local(p.grad).data_ptr()))
-            for p in watched
-            if p.grad is not None
+            for p in (entry.param for entry in entries)
+            if p.grad is not None and p.requires_grad
         ]
 
     def check(self, optimizer: Any, besides: Besides) -> None:

@@ -101,7 +101,7 @@ class Entry:
             for t in roles
         ):
             return False
-        if tuple(map(real, roles)) != self.dtypes or len({t.is_complex() for t in roles}) != 1:
+        if tuple(map(real_dtype, roles)) != self.dtypes or len({t.is_complex() for t in roles}) != 1:
             return False
         if not self.engine.BY_ADDRESS:
             return True
@@ -150,7 +150,7 @@ class Entry:
             local(self.grad).zero_()
 
 
-def real(t: Tensor) -> torch.dtype:
+def real_dtype(t: Tensor) -> torch.dtype:
     """The dtype of the real numbers in `t`."""
     return t.dtype.to_real() if t.is_complex() else t.dtype
 
@@ -173,7 +173,7 @@ def make_entry(
         )
     old = [local(state[name]) for name in names if isinstance(state.get(name), Tensor)]
     engine = engines.choose((p, g, *old), settings.engine)
-    strides = dense_strides(p) if engine.BY_ADDRESS else p.stride()
+    strides = dense_strides(p) if engine.BY_ADDRESS else ()
     stepped = state.get("step", 0.0) if rule.saves_step else known.unsaved_steps.get(whole, 1.0)
     states, fresh = [], {}
     for name in names:
@@ -190,7 +190,7 @@ def make_entry(
         states.append(tensor)
         if tensor is not local(found):
             fresh[name] = _shards.like(tensor, whole)
-    dtypes = tuple(map(real, (p, g, *states)))
+    dtypes = tuple(map(real_dtype, (p, g, *states)))
     entry = Entry(
         param=whole,
         state=state,

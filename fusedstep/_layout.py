@@ -46,6 +46,6 @@ def laid_like(t: Tensor, strides: Sequence[int]) -> Tensor:
     return t if lies_like(t, strides) else empty_like(t, strides).copy_(t)
 
 
-def numel(t: Tensor) -> int:
+def real_numel(t: Tensor) -> int:
     """Real numbers in `t`: a complex element is two."""
     return t.numel() * 2 if t.is_complex() else t.numel()

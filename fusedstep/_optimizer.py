@@ -6,7 +6,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hoo
 
 from . import engines
 from ._arguments import arguments_of, check_flags
-from ._capture import Capture, Group, is_capturing
+from ._capture import Capture, Group
 from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
@@ -45,12 +44,10 @@ class Optimizer(torch.optim.Optimizer):
     # options that make the class what it is, whatever a checkpoint says
     fixed: ClassVar[dict[str, Any]] = {}
     all_options: ClassVar[tuple[str, ...]]
-    options_of: ClassVar[Callable[[dict[str, Any]], tuple]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "options"):
-            cls.options_of = itemgetter("maximize", *cls.options, *cls.switches)
             cls.all_options = ("max_grad_norm", "ema_decay", "maximize", *cls.options, *cls.switches)
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -106,7 +103,10 @@ class Optimizer(torch.optim.Optimizer):
         return self.rule(group), group.get("ema_decay") is not None
 
     def check(self, options: dict[str, Any]) -> None:
-        """Raise where options, of a group or of all, make no sense."""
+        """Raise where options, of a group or of all, make no sense.
+
+        The classes that stand for torch's look at what their constructors are given, and as torch's at no more.
+        """
 
     def _check(self, options: dict[str, Any]) -> None:
         limit, decay = options.get("max_grad_norm"), options.get("ema_decay")
@@ -178,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
         besides = Besides(self.norm_type, guards=guards, clears=clears, reports=self.collect_statistics)
         if clears:
             self._detach_grads()
-        captures = is_capturing()
+        captures = engines.is_capturing()
         if self._capture is not None and not captures:
             self._capture.check(self, besides)
         # kept only if the step comes through: after an exception the next one starts over; but not from a graph
@@ -291,7 +291,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _option_changed(self, i: int) -> None:
         """A replay does not ask for the options of groups: bring them to the device when they change."""
-        if self._capture is not None and not is_capturing():
+        if self._capture is not None and not engines.is_capturing():
             self._capture.plan.refresh_group(self, i)
 
     def release_graph(self) -> None:
@@ -331,9 +331,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # of one pickled before there were these
-        new = {"norm_type": 2.0, "norm_group": None, "skip_nonfinite": False, "collect_statistics": False}
-        self.__dict__.update(new | self.__dict__)
         if isinstance(self.norm_group, Kept):
             self.norm_group = self.norm_group.group
         self._status = getattr(self, "_status", None)

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _rules, _scalars
-from .engines import KEEP, OWN, RATE
-
-# how terms are summed
-FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"+": torch.sum, "^": torch.amax}
+from .engines import FOLDS, KEEP, OWN, RATE
 
 
 class Extra(NamedTuple):
@@ -184,7 +181,7 @@ class Rule(NamedTuple):
 
 # what goes along with any rule
 
-_COUNT = Extra(_rules.odd, "g", "+", sums=("nonfinite",))
+_COUNT = Extra(_rules.nonfinite, "g", "+", sums=("nonfinite",))
 _SIZES = Extra(_rules.sizes, "pP", "++", sums=("param", "update"))
 _AVERAGE = Extra(_rules.averaged, "eP", "e", scalars=(KEEP, RATE))
 _CLEAR = Extra(_rules.cleared, "g", "g")

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from . import _scan, _shards
-from ._capture import is_capturing
 from ._entry import Entry, Known, Settings, make_entry
 from ._passes import Besides, complete
 from ._table import Amp, clips, make_tables, step, upload
-from .engines import FOUND, OPTIONS, SKIP, SKIPPED
+from .engines import FOUND, OPTIONS, SKIP, SKIPPED, is_capturing
 
 _params = itemgetter("params")
 
 
-def _numbers(option: Any, group: int) -> Iterable[float | Tensor]:
+def _numbers(name: str, option: Any, group: int) -> Iterable[float | Tensor]:
     """The numbers in a group's option: one, or a pair; a tensor on a device stays a tensor."""
     pair = isinstance(option, (tuple, list)) and len(option) == 2
     for value in option if pair else (option,):
@@ -37,7 +36,7 @@ def _numbers(option: Any, group: int) -> Iterable[float | Tensor]:
                 # plus 0: a string is no number, though float() would read it
                 yield float(value.detach() if isinstance(value, Tensor) else value + 0)
         except (TypeError, ValueError, RuntimeError) as error:
-            message = f"group {group} has the option {option!r}; use a number or a one-element tensor"
+            message = f"group {group} has {name}={option!r}; use a number or a one-element tensor"
             raise TypeError(message) from error
 
 
@@ -138,7 +137,7 @@ class Plan:
         was_volatile = self._volatile
         if verdict == _scan.UNSURE and not self._holds(optimizer):
             return False
-        if (verdict != _scan.SAME or self._volatile) and not self.refresh_options(optimizer):
+        if (verdict != _scan.SAME or self._volatile) and not self._refresh_options(optimizer):
             return False
         if not all(table.refresh() for table in self.tables):
             return False
@@ -161,7 +160,7 @@ class Plan:
             and all(p.grad is None for p in self._pending)
         )
 
-    def refresh_options(self, optimizer: Any) -> bool:
+    def _refresh_options(self, optimizer: Any) -> bool:
         """Bring to the device what has changed in the groups' options; False if they need another plan."""
         if [*map(optimizer.kind, optimizer.param_groups)] != self._kinds:
             return False
@@ -215,18 +214,18 @@ class Plan:
     def _row(self, optimizer: Any, i: int) -> tuple[list[float], list[Cell]]:
         """A group's numbers, and which of them live on a device."""
         group, (rule, _) = optimizer.param_groups[i], self._kinds[i]
-        maximize, *values = optimizer.options_of(group)
-        values = [optimizer.number(*named) for named in zip(optimizer.options, values, strict=False)]
-        common = optimizer.limit(group), optimizer.clip_eps, group.get("ema_decay")
-        row, cells = [-1.0 if maximize else 1.0], []
-        for value in (*(0 if value is None else value for value in common), *values):
-            for number in _numbers(value, i):
+        limit, decay = optimizer.limit(group), group.get("ema_decay")
+        common = ("max_grad_norm", limit), ("clip_eps", optimizer.clip_eps), ("ema_decay", decay)
+        own = [(name, optimizer.number(name, group[name])) for name in optimizer.options]
+        row, cells = [-1.0 if group["maximize"] else 1.0], []
+        for name, value in (*((name, 0 if value is None else value) for name, value in common), *own):
+            for number in _numbers(name, value, i):
                 if isinstance(number, Tensor):
                     cells.append((i, len(row), number))
                 # not 0, which for some means off
                 row.append(1.0 if isinstance(number, Tensor) else number)
         if len(row) != OPTIONS + rule.scalars.__code__.co_argcount - 1 - len(rule.inputs):
-            raise ValueError(f"group {i} has too many or too few numbers in its options: {values}")
+            raise ValueError(f"group {i} has too many or too few numbers in its options: {dict(own)}")
         return row, cells
 
     def check_capturable(self, optimizer: Any) -> None:

@@ -121,13 +121,13 @@ def sizes(p, P):
     return P * P, d * d
 
 
-def odd(g):
+def nonfinite(g):
     """1 where it is infinite or no number."""
     return (where(g - g == 0, g - g, 1.0),)
 
 
 def cleared(g):
-    # it never is
+    # zero in the type of g, which 0.0 alone has not: nothing is less than itself
     return (where(g < g, g, 0.0),)
 
 

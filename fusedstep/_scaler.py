@@ -15,7 +15,8 @@ class GradScaler(torch.amp.GradScaler):
 
     torch's reads and writes all gradients to find out whether one overflowed, even for optimizers that unscale
     them themselves. With this one the step finds out, in the pass that also measures the norm for clipping. All
-    else is torch's: with `unscale_()` before the step, or with any other optimizer, there is no difference.
+    else is torch's: with `unscale_()` before the step, or with any other optimizer, there is no difference, but
+    that it follows what other ranks of a `norm_group` have found.
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.ones(2))

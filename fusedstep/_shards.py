@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ._passes import FOLDS
+from .engines import FOLDS
 
 
 def is_distributed(t: Any) -> bool:

@@ -24,11 +24,22 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
 from . import _scan, _shards
-from ._capture import is_capturing
 from ._entry import Entry, Settings
-from ._layout import numel
+from ._layout import real_numel
 from ._passes import NORMS, Besides, measure_of
-from .engines import FOUND, FULL, GROUP, LIMIT, LIVE, NUMEL, OWN, POINTERS, SEGMENT, compute_dtype
+from .engines import (
+    FOUND,
+    FULL,
+    GROUP,
+    LIMIT,
+    LIVE,
+    NUMEL,
+    OWN,
+    POINTERS,
+    SEGMENT,
+    compute_dtype,
+    is_capturing,
+)
 
 
 def _tensor(number: Any) -> Tensor | None:
@@ -59,7 +70,7 @@ class Bucket:
         self.entries, self.rows, self.engine = entries, rows, engine
         self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
         self.compute_dtype = compute_dtype(self.dtypes)
-        self.numels = np.array([numel(_shards.local(entry.param)) for entry in entries], np.int64)
+        self.numels = np.array([real_numel(_shards.local(entry.param)) for entry in entries], np.int64)
         # set by every survey: what is written, entries that need a copy, the compiled look
         self.written: list[Tensor] = []
         self.staged: list[Entry] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _rules, _scalars, _scan
-from ._entry import Entry, Known, Settings, make_entry, real
+from ._entry import Entry, Known, Settings, make_entry, real_dtype
 from ._passes import NORMS, Besides, Pass, Rule, complete
 from ._shards import local
 from ._table import Amp, Table, make_tables, upload
@@ -89,15 +89,29 @@ def adamw_(
     lists = [_as_list(name, tensors) for name, tensors in zip(_NAMES, given, strict=True)]
     if engine is not None and engine not in NAMES_OF_ENGINES:
         raise ValueError(f"Invalid engine: {engine!r}; use one of {NAMES_OF_ENGINES}, or None")
-    named = ("lr", lr), ("beta1", beta1), ("beta2", beta2), ("eps", eps), ("weight_decay", weight_decay)
-    values = [_number(name, value) for name, value in named]
-    count = step if isinstance(step, Tensor) else _on_host(_number("step", step))
+    named = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    names = _NAMES if isinstance(params, Tensor) else _NAMES_IN_LISTS
+    _update(lists, names, step, named, amsgrad, maximize, engine)
+
+
+def _update(
+    lists: Lists,
+    names: Sequence[str],
+    step: Tensor | int,
+    named: dict[str, float],
+    amsgrad: bool,
+    maximize: bool,
+    engine: str | None = None,
+) -> None:
+    """`adamw_` of tensors that errors call by these names, with the numbers that it names."""
+    values = [_number(name, value) for name, value in named.items()]
+    count = _count(step)
     _check_step(count, lists[0][:1])
     with torch.no_grad():
         if _is_traced(lists[0]):
             torch.ops.fusedstep.adamw_(*lists, count, values, amsgrad, maximize, engine)
         else:
-            _adamw(lists, count, values, amsgrad, maximize, engine)
+            _adamw(lists, names, count, values, amsgrad, maximize, engine)
 
 
 def _is_traced(tensors: list[Tensor]) -> bool:
@@ -121,16 +135,23 @@ def _operator(
     engine: str | None,
 ) -> None:
     lists = [*map(list, (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs))]
-    _adamw(lists, step, values, amsgrad, maximize, engine)
+    _adamw(lists, _NAMES_IN_LISTS, step, values, amsgrad, maximize, engine)
 
 
 @_operator.register_fake
 def _fake(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step, values, amsgrad, maximize, engine):
-    _check_adamw([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs][: 5 if amsgrad else 4])
+    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
+    _check_adamw(lists[: 5 if amsgrad else 4], _NAMES_IN_LISTS)
 
 
 def _adamw(
-    lists: Lists, step: Tensor, values: Sequence[float], amsgrad: bool, maximize: bool, engine: str | None
+    lists: Lists,
+    names: Sequence[str],
+    step: Tensor,
+    values: Sequence[float],
+    amsgrad: bool,
+    maximize: bool,
+    engine: str | None,
 ) -> None:
     rule, lists = (AMSGRAD, lists) if amsgrad else (ADAM, lists[:4])
     # float32, as the operator on Ascend computes its scalars
@@ -140,7 +161,7 @@ def _adamw(
     key = (amsgrad, engine, len(lists[0]), *ends)
 
     def check() -> None:
-        _check_adamw(lists)
+        _check_adamw(lists, names)
         _check_step(step, lists[0])
 
     _call(key, lists, rule, settings, hyper, step, check)
@@ -163,7 +184,7 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or an iterable of them; those without a gradient are left out
         max_norm: :math:`c`; 0 leaves nothing of the gradients, unlike an optimizer's `max_grad_norm=0`
-        norm_type: 2 or inf; any other takes a pass more
+        norm_type: 2 or inf; any other takes operations for each gradient, and so does `error_if_nonfinite`
         error_if_nonfinite: raise if the norm is no finite number, which waits for the device
 
     Returns the norm before clipping, a tensor of no dimensions.
@@ -187,19 +208,9 @@ def clip_grad_norm_(
     grads: list[Any] = [p.grad for p in by_grad.values()]
     if not grads:
         return _on_host(0.0)
-    dtype = functools.reduce(torch.promote_types, map(real, grads), torch.float32)
-    ours = norm_type in NORMS and isinstance(max_norm, (int, float)) and max_norm > 0 and not error_if_nonfinite
-    ours = ours and (norm_type == 2 or not any(g.is_complex() for g in grads))
-    if ours and all(g.layout == torch.strided for g in grads):
-        besides = Besides(norm_type, measures=True)
-        settings = Settings("functional.clip_grad_norm_", counts=False, besides=besides)
-        hyper, key = [1.0, float(max_norm), 1e-6, 0.0], ("clip", norm_type, len(grads), grads[0].shape)
-        with torch.no_grad():
-            rule = complete(_CLIP, besides, averages=False)
-            tables = _call(key, (grads, grads), rule, settings, hyper, _on_host(1.0), lambda: None)
-            norm = NORMS[norm_type]
-            norms = [norm.each(table.sums[0]).to(tables[0].device) for table in tables]
-            return norm.joined(torch.cat(norms)).to(grads[0].device, dtype)
+    dtype = functools.reduce(torch.promote_types, map(real_dtype, grads), torch.float32)
+    if not error_if_nonfinite and _can_clip(grads, max_norm, norm_type):
+        return _clip(grads, max_norm, norm_type).to(grads[0].device, dtype)
     wide = [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, dtype)) for g in grads]
     total = torch.linalg.vector_norm(torch.stack([n.to(grads[0].device, dtype) for n in wide]), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -211,10 +222,29 @@ def clip_grad_norm_(
     return total
 
 
+def _can_clip(grads: list[Tensor], max_norm: Any, norm_type: float) -> bool:
+    """Whether gradients can be clipped all at once."""
+    known = norm_type == 2 or (norm_type in NORMS and not any(g.is_complex() for g in grads))
+    limited = isinstance(max_norm, (int, float)) and max_norm > 0
+    return known and limited and all(g.layout == torch.strided for g in grads)
+
+
+@torch.no_grad()
+def _clip(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Clip them, in place; the norm before."""
+    norm, besides = NORMS[norm_type], Besides(norm_type, measures=True)
+    settings = Settings("functional.clip_grad_norm_", counts=False, besides=besides)
+    hyper, key = [1.0, float(max_norm), 1e-6, 0.0], ("clip", norm_type, len(grads), grads[0].shape)
+    rule = complete(_CLIP, besides, averages=False)
+    tables = _call(key, (grads, grads), rule, settings, hyper, _on_host(1.0), lambda: None)
+    return norm.joined(torch.cat([norm.each(table.sums[0]).to(tables[0].device) for table in tables]))
+
+
 # arguments
 
 
 _NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+_NAMES_IN_LISTS = tuple(f"{name}[{{}}]" for name in _NAMES)
 
 
 def _as_list(name: str, tensors: Any) -> list[Tensor]:
@@ -236,24 +266,32 @@ def _on_host(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
+def _count(step: Any) -> Tensor:
+    if isinstance(step, Tensor):
+        return step
+    if not isinstance(step, numbers.Real):
+        raise TypeError(f"step is {step!r}; use the number of this update, or a tensor of it")
+    if not float(step) >= 1:
+        raise ValueError(f"step is {step!r}; use the number of this update, counted from 1")
+    return _on_host(float(step))
+
+
 def _check_step(step: Tensor, params: list[Tensor]) -> None:
     if step.numel() != 1 or step.is_complex() or step.dtype == torch.bool:
-        raise ValueError(f"step has shape {tuple(step.shape)} and {step.dtype}; use one integer or float32")
+        raise ValueError(f"step has shape {tuple(step.shape)} and {step.dtype}; use one real number")
     for p in params:
         if isinstance(p, Tensor) and step.device not in (p.device, torch.device("cpu")):
             raise ValueError(f"step is on {step.device}, its parameter on {p.device}; move it there")
 
 
-def _check_adamw(
-    lists: Sequence[Sequence[Tensor]], names: Sequence[str] = _NAMES, single: bool = False
-) -> None:
+def _check_adamw(lists: Sequence[Sequence[Tensor]], names: Sequence[str]) -> None:
     """Raise where these are not what `adamw_` takes, naming the one that is wrong."""
     if len({*map(len, lists)}) != 1:
-        found = ", ".join(f"{len(x)} {name}" for name, x in zip(names, lists, strict=False))
+        found = ", ".join(f"{len(x)} {name}" for name, x in zip(_NAMES, lists, strict=False))
         raise ValueError(f"found {found}; give as many of each")
     for i, roles in enumerate(zip(*lists, strict=True)):
         for k, t in enumerate(roles):
-            _check_tensor(names[k] if single else f"{names[k]}[{i}]", k, t, roles[0])
+            _check_tensor(names[k].format(i), k, t, roles[0])
     written = [local(t) for k, tensors in enumerate(lists) for t in tensors if k != 1]
     addresses = [t.data_ptr() for t in written if not isinstance(t, FakeTensor) and t.numel()]
     if len({*addresses}) != len(addresses):
@@ -303,6 +341,8 @@ class _Call:
             entry.commit(Known({}, {}))
         for bucket, _ in self._buckets:
             bucket.survey()
+            # counted with the states, by `step`
+            bucket.written = []
         copies = self._moved or any(
             bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
         )
@@ -338,8 +378,6 @@ class _Call:
             if hyper != self._hyper:
                 upload(np.array([hyper]), table.hyper)
         self._hyper = hyper
-        for bucket, _ in self._buckets:
-            bucket.written = []
         step_tables(self.tables, Amp(), self._settings)
         for k, tensors in enumerate(lists):
             if k != 1:
@@ -350,7 +388,7 @@ class _Call:
         for table in self.tables:
             table.entries = []
         for bucket, _ in self._buckets:
-            bucket.entries, bucket.written = [], []
+            bucket.entries = []
 
 
 _calls: dict[Any, _Call] = {}

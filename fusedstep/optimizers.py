@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, _to_scalar
 
 from . import _rules, _scalars
-from ._arguments import check_adam, check_lr, check_schedule, check_tensors_allowed, check_trust
+from ._arguments import check_adam, check_schedule, check_sgd, check_tensors_allowed, check_trust
 from ._optimizer import Optimizer
 from ._passes import Pass, Rule
 
@@ -107,13 +107,7 @@ class SGD(Optimizer):
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        check_lr(lr)
-        if momentum < 0.0:
-            raise ValueError(f"Invalid momentum value: {momentum}")
-        if weight_decay < 0.0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        check_sgd(lr, momentum, dampening, weight_decay, nesterov)
         super().__init__(locals())
 
     def rule(self, group: dict[str, Any]) -> Rule:

@@ -29,6 +29,19 @@ def test_it_leaves_a_raw_result_and_a_chart(tmp_path):
     assert path.with_suffix(".png").stat().st_size > 1000
 
 
+def test_a_part_does_not_replace_the_whole(tmp_path):
+    for only in ("1000 x 64 SGD", "1000 x 64 SGD(momentum=0.9)"):
+        assert run("--only", only, "--output", str(tmp_path)).exit_code == 0
+    assert len([*tmp_path.glob("cpu-*1000-x-64-SGD*.json")]) == 2
+
+
+def test_work_that_there_is_not_is_refused(tmp_path):
+    done = run("--only", "nothing", "--output", str(tmp_path))
+    assert done.exit_code == 2
+    assert "found no work named 'nothing'" in done.output
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_chart_has_a_bar_for_every_row_beside_torch(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 

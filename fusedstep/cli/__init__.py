@@ -1,1 +1,1 @@
-"""The command line: thin over the public surface."""
+"""The command line."""

@@ -117,12 +117,16 @@ def bench(
     facts = environment(device, commit)
     console.print(" | ".join(f"{name} {value}" for name, value in facts.items() if name != "commit"))
     works = [work for work in (CPU if device == "cpu" else GPU) if only in str(work)]
+    if not works:
+        raise typer.BadParameter(f"found no work named {only!r}; use a part of '{CPU[0]}'", param_hint="--only")
     bandwidth = timing.copy_bandwidth() if device == "cuda" else None
     results = [measure(w, device, rounds, bandwidth) for w in track(works, "timing", console=console)]
     console.print(table(results, device))
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        path = output / f"{device}-{facts['device'].lower().replace(' ', '-')}.json"
+        # of a part under another name: it does not replace the whole
+        name = "-".join(filter(None, (device, facts["device"].lower(), only))).replace("/", "-")
+        path = output / f"{name.replace(' ', '-')}.json"
         path.write_text(json.dumps({**facts, "copy_bandwidth": bandwidth, "results": results}, indent=1) + "\n")
         chart(results, facts, path.with_suffix(".png"))
         console.print(f"raw result: {path}, chart: {path.with_suffix('.png')}")

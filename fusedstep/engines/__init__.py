@@ -16,13 +16,13 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, float32, float64
+from torch import Tensor, cuda, float32, float64
 
 NAMES = ("torch", "cpu", "triton")
 
@@ -35,6 +35,8 @@ GRADIENT, KEEP, RATE, OWN = range(4)
 # of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)
+# how the terms of a tensor are summed
+FOLDS: dict[str, Callable[[Tensor], Tensor]] = {"+": torch.sum, "^": torch.amax}
 
 _DEFAULT = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
 
@@ -90,10 +92,17 @@ def is_plain(t: Tensor) -> bool:
     return t.dtype in _DTYPES and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
+# not `torch.float64` and `torch.cuda`: once imported, our engine has the name `torch` in this package
+
+
 def compute_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """What an update with roles of these dtypes is computed in."""
-    # not torch.float64: once imported, our engine has the name `torch` in this package
     return float64 if float64 in dtypes else float32
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return cuda.is_initialized() and cuda.is_current_stream_capturing()
 
 
 def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

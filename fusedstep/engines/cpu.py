@@ -29,9 +29,8 @@ from numba.core import types as nb
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from .. import _scalars
+from .. import _rules, _scalars
 from .._cache import kept_on_disk
-from .._rules import bind
 from . import (
     AVERAGE,
     FOUND,
@@ -74,7 +73,7 @@ _inline = functools.partial(_njit, forceinline=True)
 _VECTORS = {name: getattr(_vector, name) for name in ("fma", "div", "where", "maximum", "sqrt")}
 # for their scalars, on numbers
 _NUMBERS = {
-    "where": _inline(lambda condition, a, b: a if condition else b),
+    "where": _inline(_rules.where),
     "sqrt": math.sqrt,
     "cos": math.cos,
     "power": math.pow,
@@ -209,8 +208,8 @@ def _prepare_kernel(
     rule: Callable, clip: Callable, largest: bool, inputs: int, steps: np.dtype, exact: np.dtype
 ) -> Callable:
     words = _NUMBERS if exact == np.float64 else _SINGLE
-    names = {name: bind(f, words, _inline) for name, f in (("scalars_of", rule), ("clip", clip))}
-    names |= {"average": bind(_scalars.average, words, _inline), "joined": _larger if largest else _sum}
+    names = {name: _rules.bind(f, words, _inline) for name, f in (("scalars_of", rule), ("clip", clip))}
+    names |= {"average": _rules.bind(_scalars.average, words, _inline), "joined": _larger if largest else _sum}
     key = f"{rule.__module__}_{rule.__name__}_{clip.__name__}_{largest}_{inputs}_{steps}_{exact}"
     bound = _bound(_prepare, {**names, "INPUTS": inputs}, key)
     number = numba.from_dtype(exact)
@@ -224,8 +223,7 @@ def _prepare_kernel(
 
 
 _sum = _inline(lambda a, b: a + b)
-# no number if either is none
-_larger = _inline(lambda a, b: a if a > b or a != a else b)
+_larger = _inline(_rules.maximum)
 
 
 @functools.cache
@@ -259,7 +257,7 @@ def _results(a_pass: Any) -> Callable:
     """results(loaded, scalars): what the update of a pass gives out, then its extras."""
     results = _inline(lambda x, s: ())
     for call in a_pass.calls:
-        results = _with_call(results, bind(call.update, _VECTORS, _inline), call.takes, call.scalars)
+        results = _with_call(results, _rules.bind(call.update, _VECTORS, _inline), call.takes, call.scalars)
     if a_pass.raw or "g" not in a_pass.loads:
         return results
     given: Any = results

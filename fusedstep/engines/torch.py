@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _scalars
-from .._passes import FOLDS
 from .._rules import bind
-from . import FOUND, GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype
+from . import FOLDS, FOUND, GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype
 
 BY_ADDRESS = False
 

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from .. import _scalars
-from .._capture import is_capturing
 from .._rules import bind
 from . import (
     AVERAGE,
@@ -46,6 +45,7 @@ from . import (
     SKIPPED,
     chunk_starts,
     chunks,
+    is_capturing,
 )
 
 BY_ADDRESS = True

@@ -81,7 +81,7 @@ class NpuFusedLamb(FusedOptimizer):
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        super().__init__({**locals(), "adam": bool(adam), "maximize": False, "max_grad_norm": None})
+        super().__init__({**locals(), "adam": bool(adam), "maximize": False})
 
     def check(self, options: dict[str, Any]) -> None:
         check_adam(options["lr"], options["betas"], options["eps"], options["weight_decay"])

@@ -88,22 +88,6 @@ def npu_apply_fused_adamw_v2(
             "amsgrad=True needs max_grad_norm, the largest v so far, but it is None; "
             "start with torch.zeros_like(v), or use amsgrad=False"
         )
-    if max_grad_norm is not None and not amsgrad:
-        max_grad_norm = None
-    tensors = [var, grad, m, v] + ([] if max_grad_norm is None else [max_grad_norm])
-    functional._check_adamw([[t] for t in tensors], _NAMES, single=True)
-    functional.adamw_(
-        var,
-        grad,
-        m,
-        v,
-        max_grad_norm,
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=amsgrad,
-        maximize=maximize,
-    )
+    largest = [max_grad_norm] if amsgrad and max_grad_norm is not None else []
+    named = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    functional._update([[var], [grad], [m], [v], largest], _NAMES, step, named, amsgrad, maximize)
