@@ -157,8 +157,9 @@ def _adamw(
     # float32, as the operator on Ascend computes its scalars
     settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
     hyper = [-1.0 if maximize else 1.0, 0.0, 0.0, 0.0, *values, 1.0]
-    ends = [t.data_ptr() if isinstance(t, Tensor) else None for t in (*lists[0][:1], *lists[0][-1:])]
-    key = (amsgrad, engine, len(lists[0]), *ends)
+    ends = [*lists[0][:1], *lists[0][-1:]]
+    places = [t.data_ptr() for t in ends if isinstance(t, Tensor) and t.layout == torch.strided]
+    key = (amsgrad, engine, len(lists[0]), *places)
 
     def check() -> None:
         _check_adamw(lists, names)
@@ -271,7 +272,8 @@ def _count(step: Any) -> Tensor:
         return step
     if not isinstance(step, numbers.Real):
         raise TypeError(f"step is {step!r}; use the number of this update, or a tensor of it")
-    if not float(step) >= 1:
+    # traced, it may be a number that is not known yet
+    if not torch.compiler.is_compiling() and not float(step) >= 1:
         raise ValueError(f"step is {step!r}; use the number of this update, counted from 1")
     return _on_host(float(step))
 

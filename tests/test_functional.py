@@ -172,6 +172,7 @@ def broken(**changes):
         ({"params": torch.zeros(4, dtype=torch.float64)}, TypeError, r"params is torch.float64"),
         ({"grads": torch.zeros(4, device="meta")}, ValueError, r"grads is on meta"),
         ({"grads": torch.zeros(4).to_sparse()}, ValueError, r"grads is torch.sparse_coo"),
+        ({"params": torch.zeros(4).to_sparse()}, ValueError, r"params is torch.sparse_coo"),
         ({"grads": "no tensor"}, TypeError, "grads is a str"),
         ({"grads": [None]}, TypeError, r"grads is a NoneType"),
         ({"grads": [torch.zeros(4)] * 2}, ValueError, "1 params, 2 grads"),
@@ -321,6 +322,21 @@ def test_a_compiled_function_gives_the_eager_result(amsgrad, device):
         functional.adamw_(twins[0], [g * 2 for g in twins[1]], *twins[2:], step=step, amsgrad=amsgrad, lr=0.01)
         for ours, theirs in zip([*lists, results], [*twins, twins[0]], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_step_that_is_read_from_a_tensor_is_traced(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    ours, theirs = tensors((torch.float32,) * 3), tensors((torch.float32,) * 3)
+    for t, u in zip(ours, theirs, strict=True):
+        u.copy_(t)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def train(p, g, m, v, count):
+        functional.adamw_(p, g, m, v, step=count.item())
+
+    train(*ours[:4], torch.tensor(3.0))
+    functional.adamw_(*theirs[:4], step=3)
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_fake_tensors_trace_through():
