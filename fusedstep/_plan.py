@@ -19,7 +19,7 @@ from torch import Tensor
 from . import _scan, _shards
 from ._entry import Entry, Known, Settings, make_entry
 from ._passes import Besides, complete
-from ._table import Amp, clips, make_tables, step, upload
+from ._table import Amp, clips, make_tables, new_status, step, upload
 from .engines import FOUND, OPTIONS, SKIP, SKIPPED, is_capturing
 
 _params = itemgetter("params")
@@ -58,8 +58,7 @@ def _place(cell: Cell) -> tuple[int, int, int]:
 def _status(settings: Settings, previous: Tensor | None) -> Tensor:
     """The status of an optimizer that has nothing to step."""
     here = torch.device("cpu") if previous is None else previous.device
-    device = here if settings.others is None else settings.others.device
-    return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
+    return new_status(here if settings.others is None else settings.others.device)
 
 
 class Plan:

@@ -135,6 +135,11 @@ def clips(hyper: np.ndarray) -> bool:
 _READ_BY_GRAPHS: list[Tensor] = []
 
 
+def new_status(device: torch.device) -> Tensor:
+    # numbers that a GradScaler can be given
+    return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
+
+
 class Table:
     """Step counts, hyper-parameters, scalars, sums and addresses of what one engine steps on one device."""
 
@@ -148,9 +153,6 @@ class Table:
         # in the order of the groups, which is the same on all ranks
         params, rows = [entry.param for entry in entries], np.argsort(by_bucket).tolist()
         self.spreads, self.holders = _shards.spreads(params, rows, self.device), _shards.holders(params)
-        # of every pass, what ranks with parts of a tensor tell each other
-        sums = ((k, a_pass.kinds) for k, a_pass in enumerate(self.rule.all_passes) if self.spreads)
-        self._shared = {k: kinds for k, kinds in sums if kinds}
         width = POINTERS + max(len(entry.dtypes) for entry in entries)
         self.host_rows = np.zeros((len(entries), width), np.int64)
         self.host_rows[:, GROUP] = [entry.group for entry in self.entries]
@@ -166,10 +168,15 @@ class Table:
         self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
         # of every pass in turn, one row per sum
         self.sums = torch.zeros(self.rule.sums, len(entries), dtype=exact, device=self.device)
+        of_pass = [self.sums[self.rule.rows(k)] for k in range(len(self.rule.all_passes))]
+        # those that ranks with parts of a tensor tell each other
+        kinds = [a_pass.kinds if self.spreads else "" for a_pass in self.rule.all_passes]
+        self._shared = {k: (of_pass[k], each) for k, each in enumerate(kinds) if each}
+        # what tables and ranks tell each other of their gradients
+        self.measured = of_pass[0][: len(_deciding(self.besides))]
         # what was measured of all gradients that may be clipped together, and who goes with whom
-        self.everyone = self.sums[self.rule.rows(0)], torch.from_numpy(self.segments).to(self.device)
-        # numbers that a GradScaler can be given
-        self.status = torch.zeros(FOUND + 1, dtype=torch.float32, device=self.device)
+        self.everyone = of_pass[0], torch.from_numpy(self.segments).to(self.device)
+        self.status = new_status(self.device)
         self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
         self.steps = self._adopt_steps()
         # the engine's own: how it prepares scalars, and makes a pass
@@ -228,7 +235,7 @@ class Table:
         self.engine.sweep(self, k, skips)
         if k in self._shared:
             for spread in self.spreads:
-                _shards.add_up(self.sums[self.rule.rows(k)], self._shared[k], spread)
+                _shards.add_up(*self._shared[k], spread)
 
     def _upload_rows(self) -> None:
         captures = is_capturing()
@@ -281,7 +288,7 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
         if settings.others is None:
             segments = np.concatenate([table.segments for table in tables])
         for table in tables:
-            shared = table.sums.new_zeros(len(_deciding(settings.besides)), len(segments))
+            shared = table.sums.new_zeros(len(table.measured), len(segments))
             table.everyone = shared, torch.from_numpy(segments).to(table.device)
     for table in tables:
         table.engine.compile(table)
@@ -308,11 +315,10 @@ def step(tables: list[Table], amp: Amp, settings: Settings) -> list[Tensor]:
         for table in tables:
             table.sweep(0, skips=False)
         if others or len(tables) > 1:
-            kinds = _deciding(settings.besides)
-            measured = [table.sums[table.rule.rows(0)][: len(kinds)] for table in tables]
+            measured = [table.measured for table in tables]
         for ranks in others:
             # also where nothing was measured: the others wait for this one
-            measured = [_shards.total(measured, kinds, ranks)]
+            measured = [_shards.total(measured, _deciding(settings.besides), ranks)]
         if measured:
             _share(tables, measured)
     for table, there in zip(tables, amps, strict=True):
