@@ -324,8 +324,7 @@ def test_a_compiled_function_gives_the_eager_result(amsgrad, device):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_step_that_is_read_from_a_tensor_is_traced(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+def test_a_step_that_is_read_from_a_tensor_is_traced():
     ours, theirs = tensors((torch.float32,) * 3), tensors((torch.float32,) * 3)
     for t, u in zip(ours, theirs, strict=True):
         u.copy_(t)
@@ -334,7 +333,8 @@ def test_a_step_that_is_read_from_a_tensor_is_traced(monkeypatch):
     def train(p, g, m, v, count):
         functional.adamw_(p, g, m, v, step=count.item())
 
-    train(*ours[:4], torch.tensor(3.0))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        train(*ours[:4], torch.tensor(3.0))
     functional.adamw_(*theirs[:4], step=3)
     assert all(map(torch.equal, ours, theirs))
 
