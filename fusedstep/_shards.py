@@ -6,10 +6,10 @@ hold parts of it add up theirs.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -142,24 +142,30 @@ def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
         sums.copy_(torch.where(both[1] != 0, torch.nan, both[0]))
 
 
+@functools.cache
+def _runs(kinds: str) -> list[tuple[str, slice]]:
+    """Sums of a kind that follow each other, which are told at once."""
+    runs = ((kind, [*places]) for kind, places in groupby(range(len(kinds)), key=kinds.__getitem__))
+    return [(kind, slice(places[0], places[-1] + 1)) for kind, places in runs]
+
+
 def _joined(sums: Tensor, kinds: str, ranks: Ranks) -> Tensor:
     """Sums over all ranks, where these talk: in place, if that is here."""
     there = sums if sums.device.type == ranks.device.type else moved(sums, ranks.device)
-    # at once those of a kind that follow each other
-    for kind, same in groupby(enumerate(kinds), key=itemgetter(1)):
-        places = [i for i, _ in same]
-        _all_reduce(there[places[0] : places[-1] + 1], kind, ranks.group)
+    runs = _runs(kinds)
+    for kind, run in runs:
+        # not sliced where that is all: it takes the host as long as a launch
+        _all_reduce(there if len(runs) == 1 else there[run], kind, ranks.group)
     return there
 
 
 def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
     """Make sums over the parts that are here those over all ranks that hold parts."""
-    mine = sums if spread.rows is None else sums[:, spread.rows]
-    joined = moved(_joined(mine, kinds, spread.ranks), sums.device)
+    joined = _joined(sums if spread.rows is None else sums[:, spread.rows], kinds, spread.ranks)
     if spread.rows is not None:
-        sums[:, spread.rows] = joined
+        sums[:, spread.rows] = moved(joined, sums.device)
     elif joined is not sums:
-        sums.copy_(joined)
+        sums.copy_(moved(joined, sums.device))
 
 
 def total(sums: Sequence[Tensor], kinds: str, ranks: Ranks) -> Tensor:
