@@ -50,30 +50,32 @@ def on_cpu(steps: Sequence[Step], rounds: int) -> list[Times]:
 
 
 # how often all steps take turns on a GPU: its host has slow and fast seconds, which all must see
-_TURNS = 8
+_TURNS = 6
+# the first of a turn find the caches as the step before has left them, which is another one for each
+_WARM_UP = 2
 
 
 def on_gpu(steps: Sequence[Step], rounds: int) -> list[Times]:
-    """A few blocks of each in turn: the first of a block finds cold caches, as in training, the others not."""
+    """A few of each in turn, three times as many as `rounds` in all."""
     device: list[list[float]] = [[] for _ in steps]
     host: list[list[float]] = [[] for _ in steps]
-    block = max(4, 3 * rounds // _TURNS)
+    in_turn = max(1, 3 * rounds // _TURNS)
     for _ in range(_TURNS):
         for step, on_host, on_device in zip(steps, host, device, strict=True):
-            on_host += _host_times(step, block)
-            on_device += _device_times(step, block, statistics.median(on_host))
+            on_host += _host_times(step, in_turn)
+            on_device += _device_times(step, in_turn, statistics.median(on_host))
     return [Times(statistics.median(d), statistics.median(h)) for d, h in zip(device, host, strict=True)]
 
 
 def _host_times(step: Step, rounds: int) -> list[float]:
     times, (before, step) = [], _parts(step)
-    for _ in range(rounds):
+    for _ in range(_WARM_UP + rounds):
         before()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - begin))
-    return times
+    return times[_WARM_UP:]
 
 
 def _device_times(step: Step, rounds: int, host: float) -> list[float]:
