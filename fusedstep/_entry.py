@@ -63,8 +63,8 @@ class Entry:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # the table's counts, of which `step` is a view
-    all_steps: Tensor = field(init=False)
+    # where the memory of the table's counts begins, of which `step` is a view
+    steps_at: int = field(init=False)
     # entries with equal ones are clipped together
     segment: int = 0
 
@@ -114,8 +114,8 @@ class Entry:
         )
 
     def _step_is_a_view(self) -> bool:
-        """Whether `step` is still the view it was made as, and not given memory of its own."""
-        return self.step.untyped_storage()._cdata == self.all_steps.untyped_storage()._cdata
+        """Whether `step` is still the view it was made as, in the same memory: not so once it was shared."""
+        return self.step.untyped_storage().data_ptr() == self.steps_at
 
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""

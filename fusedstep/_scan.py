@@ -173,11 +173,16 @@ def _has_own_grad(p: Tensor) -> bool:
     return type(p).grad is Tensor.grad
 
 
-def _read(tensors: Sequence[Sequence[Tensor]]) -> tuple[np.ndarray, np.ndarray]:
-    """What kind of tensor each is, and where."""
+def _read(tensors: Sequence[Sequence[Tensor]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The kinds of tensors there are, which of them each is, and where.
+
+    Most models have a few kinds only: these stay in the cache, and what is kept of each tensor is small.
+    """
     ids = np.array([[*map(id, roles)] for roles in tensors], np.int64)
     sizes = np.array([[t.element_size() for t in roles] for roles in tensors], np.int64)
-    return _kernels().read_tensors(API, ids, sizes)
+    words, addresses = _kernels().read_tensors(API, ids, sizes)
+    kinds, kind = np.unique(words.reshape(-1, WORDS), axis=0, return_inverse=True)
+    return kinds, kind.reshape(ids.shape), addresses
 
 
 def _ids(objects: Iterable[Any]) -> np.ndarray:
@@ -239,10 +244,9 @@ class Entries:
         columns += [_ids(state[name] for state in states) for name in names]
         self._facts = np.stack(columns, 1)
         self._names, self._absent = _ids(names), _ids(absent)
-        self._tensors, self.addresses = _read([[*e.here.values()] for e in entries])
-        # a count may be given other memory without becoming another object
-        places = [(0, 0) if c is None else (c.data_ptr(), c.element_size()) for c in counts]
-        self._counts = np.array(places, np.int64)
+        self._kinds, self._kind, self.addresses = _read([[*e.here.values()] for e in entries])
+        # one for all: their counts are views of the same tensor
+        self._steps = entries[0].steps_at
 
     @staticmethod
     def can_read(entries: Sequence[Entry]) -> bool:
@@ -263,7 +267,7 @@ class Entries:
 
         A gradient where there was none is a reason to be unsure too.
         """
-        facts = self._facts, self._tensors, self._names, self._counts, self._absent
+        facts = self._facts, self._kinds, self._kind, self._names, self._steps, self._absent
         return self._kernels.scan_entries(API, *facts, self.addresses)
 
     def count_writes(self, grads: bool) -> None:
@@ -276,7 +280,7 @@ class Lists:
 
     def __init__(self, lists: Sequence[list[Tensor]]) -> None:
         self._kernels = _kernels()
-        self._tensors, self.addresses = _read([*zip(*lists, strict=True)])
+        self._kinds, self._kind, self.addresses = _read([*zip(*lists, strict=True)])
 
     @staticmethod
     def can_read(lists: Sequence[list[Tensor]]) -> bool:
@@ -286,4 +290,4 @@ class Lists:
 
     def look(self, lists: Sequence[list[Tensor]]) -> int:
         """SAME, MOVED if tensors only lie elsewhere (`addresses` then says where), else UNSURE."""
-        return self._kernels.scan_lists(API, _ids(lists), self._tensors, self.addresses)
+        return self._kernels.scan_lists(API, _ids(lists), self._kinds, self._kind, self.addresses)

@@ -124,9 +124,15 @@ def _is_unchanged(mapping, version):
 
 
 @_inline
+def _memory(api, impl):
+    """Where the memory begins that a tensor has, or is a view of; only for those that have any."""
+    return _word(_word(impl + api[STORAGE]) + api[DATA])
+
+
+@_inline
 def _address(api, impl, size):
-    """Where a tensor's first element lies; only for those that have memory."""
-    return _word(_word(impl + api[STORAGE]) + api[DATA]) + size * _word(impl + api[SHAPE] + _OFFSET)
+    """Where a tensor's first element lies."""
+    return _memory(api, impl) + size * _word(impl + api[SHAPE] + _OFFSET)
 
 
 @_compiled
@@ -150,21 +156,16 @@ def read_tensors(api, tensors, sizes):
 
 
 @_inline
-def _is_still(api, impl, words, i, k):
-    """Whether a tensor is of the recorded kind; then it has memory, and an address."""
+def _is_still(api, impl, kinds, kind):
+    """Whether a tensor is of this kind; then it has memory, and an address."""
     shape = impl + api[SHAPE]
-    different = _word(shape) ^ words[i, k, DIMS]
-    different |= (_word(shape + _KIND) & KIND_BYTES) ^ words[i, k, KIND]
-    different |= _word(impl + api[KEYS]) ^ words[i, k, DISPATCH]
-    for d in range(words[i, k, DIMS]):
-        different |= _word(shape + _SIZES + 8 * d) ^ words[i, k, SIZES + d]
-        different |= _word(shape + _STRIDES + 8 * d) ^ words[i, k, STRIDES + d]
+    different = _word(shape) ^ kinds[kind, DIMS]
+    different |= (_word(shape + _KIND) & KIND_BYTES) ^ kinds[kind, KIND]
+    different |= _word(impl + api[KEYS]) ^ kinds[kind, DISPATCH]
+    for d in range(kinds[kind, DIMS]):
+        different |= _word(shape + _SIZES + 8 * d) ^ kinds[kind, SIZES + d]
+        different |= _word(shape + _STRIDES + 8 * d) ^ kinds[kind, STRIDES + d]
     return different == 0
-
-
-@_inline
-def _lies_at(api, impl, words, i, k):
-    return _address(api, impl, words[i, k, BYTES])
 
 
 @_inline
@@ -188,50 +189,50 @@ def _any_grad(api, params):
 @_inline
 def _part(api, tensor):
     """torch's tensor of the part of a distributed one that is here, 0 if that is not a plain one."""
-    if tensor == 0 or _word(tensor + _TYPE) != api[DISTRIBUTED]:
-        return 0
     part = _word(tensor + api[PART])
     return _word(part + api[IMPL]) if part != 0 and _word(part + _TYPE) == api[TENSOR] else 0
 
 
 @_compiled
-def scan_entries(api, facts, tensors, names, counts, absent, addresses):
+def scan_entries(api, facts, kinds, kind, names, steps, absent, addresses):
     verdict = SAME
     for i in range(len(facts)):
-        state, count = facts[i, STATE], facts[i, COUNT]
+        param, state, count, spec = facts[i, PARAM], facts[i, STATE], facts[i, COUNT], facts[i, GRAD_SPEC]
         unchanged = _is_unchanged(state, facts[i, VERSION])
-        impl, spec = _word(facts[i, PARAM] + api[IMPL]), facts[i, GRAD_SPEC]
+        impl = _word(param + api[IMPL])
         grad = _grad(api, impl)
         if spec != 0:
-            impl, whole = _part(api, facts[i, PARAM]), grad
-            grad = 0 if whole == 0 else _part(api, _word(whole + api[OBJECT]))
-            if impl == 0 or grad == 0 or _word(_word(whole + api[OBJECT]) + api[SPEC]) != spec:
+            whole = 0 if grad == 0 else _word(grad + api[OBJECT])
+            if whole == 0 or _word(whole + _TYPE) != api[DISTRIBUTED] or _word(whole + api[SPEC]) != spec:
                 return UNSURE
-        if not _is_still(api, impl, tensors, i, 0) or _lies_at(api, impl, tensors, i, 0) != addresses[i, 0]:
+            impl, grad = _part(api, param), _part(api, whole)
+        if impl == 0 or grad == 0:
             return UNSURE
-        if grad == 0 or not _is_still(api, grad, tensors, i, 1):
+        if not _is_still(api, impl, kinds, kind[i, 0]) or not _is_still(api, grad, kinds, kind[i, 1]):
             return UNSURE
-        address = _lies_at(api, grad, tensors, i, 1)
+        if _address(api, impl, kinds[kind[i, 0], BYTES]) != addresses[i, 0]:
+            return UNSURE
+        address = _address(api, grad, kinds[kind[i, 1], BYTES])
         if address != addresses[i, 1]:
             addresses[i, 1] = address
             verdict = MOVED
         for k in range(len(names)):
-            # looking it up takes longer than all the rest
-            tensor = facts[i, STATES + k] if unchanged else _item(api, state, names[k])
-            if tensor == 0 or (spec == 0 and _word(tensor + _TYPE) != api[TENSOR]):
-                return UNSURE
+            tensor = facts[i, STATES + k]
+            if not unchanged:
+                # looking it up takes longer than all the rest
+                tensor = _item(api, state, names[k])
+                if tensor == 0 or _word(tensor + _TYPE) != (api[TENSOR] if spec == 0 else api[DISTRIBUTED]):
+                    return UNSURE
             impl = _word(tensor + api[IMPL]) if spec == 0 else _part(api, tensor)
-            if impl == 0:
+            if impl == 0 or not _is_still(api, impl, kinds, kind[i, 2 + k]):
                 return UNSURE
-            if not _is_still(api, impl, tensors, i, 2 + k):
-                return UNSURE
-            if _lies_at(api, impl, tensors, i, 2 + k) != addresses[i, 2 + k]:
+            if _address(api, impl, kinds[kind[i, 2 + k], BYTES]) != addresses[i, 2 + k]:
                 return UNSURE
         if count == api[NONE]:
             continue
         if not unchanged and _item(api, state, api[STEP]) != count:
             return UNSURE
-        if _address(api, _word(count + api[IMPL]), counts[i, 1]) != counts[i, 0]:
+        if _memory(api, _word(count + api[IMPL])) != steps:
             return UNSURE
     return UNSURE if _any_grad(api, absent) else verdict
 
@@ -290,21 +291,21 @@ def scan_groups(api, groups, state, version, facts, values, params, options, sta
 
 
 @_compiled
-def scan_lists(api, lists, tensors, addresses):
+def scan_lists(api, lists, kinds, kind, addresses):
     verdict = SAME
     for k in range(len(lists)):
-        if _word(lists[k] + _SIZE) != len(tensors):
+        if _word(lists[k] + _SIZE) != len(kind):
             return UNSURE
         items = _word(lists[k] + _ITEMS)
-        for i in range(len(tensors)):
+        for i in range(len(kind)):
             tensor = _word(items + 8 * i)
-            kind = _word(tensor + _TYPE)
-            if kind != api[TENSOR] and kind != api[PARAMETER]:
+            cls = _word(tensor + _TYPE)
+            if cls != api[TENSOR] and cls != api[PARAMETER]:
                 return UNSURE
             impl = _word(tensor + api[IMPL])
-            if not _is_still(api, impl, tensors, i, k):
+            if not _is_still(api, impl, kinds, kind[i, k]):
                 return UNSURE
-            address = _lies_at(api, impl, tensors, i, k)
+            address = _address(api, impl, kinds[kind[i, k], BYTES])
             if address != addresses[i, k]:
                 addresses[i, k] = address
                 verdict = MOVED

@@ -307,6 +307,8 @@ MUTATIONS = {
     "state made sparse": lambda p, o: o.state[p].update(exp_avg=o.state[p]["exp_avg"].to_sparse()),
     "state no tensor": lambda p, o: o.state[p].update(exp_avg=5),
     "count given other memory": lambda p, o: setattr(o.state[p]["step"], "data", torch.tensor(100.0)),
+    # what torch.multiprocessing does to all it sends: their memory is freed
+    "everything shared": lambda p, o: [t.share_memory_() for t in (p.data, p.grad, *o.state[p].values())],
     "gradient negated lazily": lambda p, o: setattr(p, "grad", torch._neg_view(p.grad)),
     "learning rate made a tensor": lambda p, o: set_options(lr=torch.tensor(0.1))(p, o),
     "parameters made a tuple": lambda p, o: set_options(params=(p,))(p, o),
