@@ -20,6 +20,7 @@ from tests import ranks, reference
 from tests.cases import CASES, KINDS, Case, name_of
 from tests.conftest import HAS_GPU, HAS_TRITON
 from tests.numerics import assert_alike
+from tests.test_changes import LOOKS
 
 NAN, INF = float("nan"), float("inf")
 _ADAMW = fusedstep.AdamW, torch.optim.AdamW, reference.adamw
@@ -198,6 +199,73 @@ def stepped_quietly():
 
 def test_a_quiet_step_is_seen_by_the_compiled_look(four):
     four.run(stepped_quietly)
+
+
+def replace_part(t):
+    """By a copy: what still goes to the old one is lost, and what comes from it is noticed."""
+    old, t._local_tensor = t._local_tensor, t._local_tensor.clone()
+    old.fill_(NAN)
+
+
+def move_part(t):
+    old = t._local_tensor.data
+    t._local_tensor.data = old.clone()
+    old.fill_(NAN)
+
+
+def turn_part(t):
+    t._local_tensor = t._local_tensor.t().contiguous().t()
+
+
+def copy_state(p, optimizer):
+    old = optimizer.state[p]["exp_avg"]
+    optimizer.state[p]["exp_avg"] = old.clone()
+    old._local_tensor.fill_(NAN)
+
+
+def share_all(p, optimizer):
+    for t in (p, p.grad, *optimizer.state[p].values()):
+        part(t).share_memory_()
+
+
+# what a step must notice, and go on with the same numbers
+PART_CHANGES = {
+    "parameter has another part": lambda p, o: replace_part(p),
+    "parameter's part moved": lambda p, o: move_part(p),
+    "state has another part": lambda p, o: replace_part(o.state[p]["exp_avg"]),
+    "state's part moved": lambda p, o: move_part(o.state[p]["exp_avg_sq"]),
+    "state is another": copy_state,
+    "gradient has another part": lambda p, o: replace_part(p.grad),
+    "gradient's part lies otherwise": lambda p, o: turn_part(p.grad),
+    "gradient is another": lambda p, o: setattr(p, "grad", p.grad.clone()),
+    "parameter's part lies otherwise": lambda p, o: turn_part(p),
+    "everything shared": share_all,
+    "nothing": lambda p, o: None,
+}
+
+
+def changed_between_steps(change, look):
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        LOOKS[look](patch)
+        for name in (change, "nothing"):
+            torch.manual_seed(1)
+            p = nn.Parameter(distribute_tensor(torch.randn(4, 4), ranks.mesh(2), [ROWS]))
+            optimizer = fusedstep.AdamW([p], lr=0.1)
+            p.grad = distribute_tensor(torch.randn(4, 4), ranks.mesh(2), [ROWS])
+            for i in range(6):
+                if i in (2, 4):
+                    PART_CHANGES[name](p, optimizer)
+                optimizer.step()
+            found.append([whole(t) for t in (p, *optimizer.state[p].values())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("change", PART_CHANGES)
+def test_whatever_is_done_to_parts_between_steps_is_noticed(two, change, look):
+    two.run(changed_between_steps, change, look)
 
 
 def of_dtype(layout, case, dtype, engine):
