@@ -20,7 +20,7 @@ from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
-from ._shards import Kept, check_group, ranks_of
+from ._shards import Kept, check_group, check_modules, gather_anew, ranks_of
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
@@ -249,8 +249,12 @@ class Optimizer(torch.optim.Optimizer):
         return collected(self._plan.tables, [p for group in self.param_groups for p in group["params"]])
 
     @contextlib.contextmanager
-    def ema_parameters(self) -> Iterator[None]:
+    def ema_parameters(self, *modules: torch.nn.Module) -> Iterator[None]:
         """Within this context the parameters are their moving averages, for evaluation.
+
+        Args:
+            modules: the model, where its parameters are DTensors: FSDP2 keeps some as it has gathered them for
+                a forward, and gathers them anew before and after
 
         >>> import torch, fusedstep
         >>> p = torch.nn.Parameter(torch.tensor([1.0]))
@@ -269,13 +273,16 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in groups for p in group["params"] if EMA in self.state.get(p, {})]
         if not params:
             raise RuntimeError("there are no averages; construct with ema_decay=0.999, for example, and step()")
+        check_modules(params, modules)
         kept = [p.detach().clone() for p in params]
         self._shows_averages = True
         try:
             _copy(params, [self.state[p][EMA] for p in params])
+            gather_anew(modules)
             yield
         finally:
             _copy(params, kept)
+            gather_anew(modules)
             self._shows_averages = False
 
     def _detach_grads(self) -> None:

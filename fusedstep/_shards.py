@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -75,6 +75,25 @@ def check_norms(p: Tensor, owner: str) -> None:
             f"{owner} needs norms of whole tensors, and FSDP1 has cut and joined them without saying where; "
             "use FSDP2 (torch.distributed.fsdp.fully_shard), or for clipping FSDP1's own clip_grad_norm_"
         )
+
+
+def check_modules(params: Sequence[Any], modules: Sequence[torch.nn.Module]) -> None:
+    """Raise where parameters get other values and modules that have gathered them would not be told."""
+    if not modules and any(map(is_distributed, params)):
+        raise RuntimeError(
+            "parameters are DTensors, of which FSDP2's modules keep gathered copies after a forward; use "
+            "ema_parameters(model), which has them gathered anew, before and after"
+        )
+
+
+def gather_anew(modules: Sequence[torch.nn.Module]) -> None:
+    """Have modules of FSDP2 drop what they have gathered: their parameters have other values now."""
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in chain.from_iterable(module.modules() for module in modules):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class Ranks(NamedTuple):

@@ -424,7 +424,9 @@ def averages_shown(layout):
     pair = Pair(layout, Case("", *_ADAMW, {"lr": 0.1, "ema_decay": 0.5}))
     for _ in range(3):
         pair.step()
-    with pair.ours.ema_parameters(), pair.one.ema_parameters():
+    with pytest.raises(RuntimeError, match=r"use ema_parameters\(model\)"), pair.ours.ema_parameters():
+        pass
+    with pair.ours.ema_parameters(nn.ParameterList(pair.parts)), pair.one.ema_parameters():
         pair.assert_alike(KINDS[3])
     pair.assert_alike(KINDS[3])
 
@@ -432,6 +434,31 @@ def averages_shown(layout):
 @layouts
 def test_averages_of_parts_are_shown(four, layout):
     four.run(averages_shown, layout)
+
+
+def averages_seen_by_fsdp(evaluates_before):
+    """Where the root module keeps what it has gathered for a forward, until a backward."""
+    model = fully_shard(model_of(), mesh=ranks.mesh(2))
+    plain = model_of()
+    ours, one = (fusedstep.AdamW(m.parameters(), lr=0.1, ema_decay=0.5) for m in (model, plain))
+    seen = []
+    for m, optimizer in ((model, ours), (plain, one)):
+        for i in range(3):
+            loss_of(m, batch_of(0, i)).backward()
+            optimizer.step(zero_grad=True)
+        with torch.no_grad():
+            found = [m(batch_of(0))] if evaluates_before else []
+            with optimizer.ema_parameters(m):
+                found.append(m(batch_of(0)))
+            seen.append([*found, m(batch_of(0))])
+    assert not torch.equal(*seen[0][-2:])
+    for a, b in zip(*seen, strict=True):
+        assert_close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("evaluates_before", [False, True])
+def test_averages_are_seen_by_what_fsdp_has_gathered(two, evaluates_before):
+    two.run(averages_seen_by_fsdp, evaluates_before)
 
 
 def zeroed_in_place():
