@@ -20,7 +20,7 @@ from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
-from ._shards import Kept, check_group, check_modules, gather_anew, ranks_of
+from ._shards import Kept, check_group, check_modules, gather_anew, is_flat, ranks_of
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
@@ -318,6 +318,9 @@ class Optimizer(torch.optim.Optimizer):
                 )
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if any(map(is_flat, self.param_groups[-1]["params"])):
+            # FSDP1's ShardedGradScaler has ranks agree on infinities only where it unscales gradients itself
+            self._step_supports_amp_scaling = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._refuse_averages("load_state_dict")

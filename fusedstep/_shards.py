@@ -68,9 +68,14 @@ def check(p: Any, g: Any, owner: str) -> None:
         )
 
 
+def is_flat(p: Tensor) -> bool:
+    """Whether FSDP1 has joined this parameter with others and cut them, without saying where."""
+    return getattr(p, "_fsdp_flattened", False)
+
+
 def check_norms(p: Tensor, owner: str) -> None:
     """Raise where the norm of a whole tensor cannot be had."""
-    if getattr(p, "_fsdp_flattened", False):
+    if is_flat(p):
         raise RuntimeError(
             f"{owner} needs norms of whole tensors, and FSDP1 has cut and joined them without saying where; "
             "use FSDP2 (torch.distributed.fsdp.fully_shard), or for clipping FSDP1's own clip_grad_norm_"

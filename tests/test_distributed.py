@@ -981,6 +981,30 @@ def test_norms_of_flat_parameters_are_refused(two, cls, options, use_orig_params
 # decisions
 
 
+def agreed_by_fsdp1(use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    model = FullyShardedDataParallel(model_of(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    optimizer, scaler = fusedstep.AdamW(model.parameters()), ShardedGradScaler("cpu", init_scale=8.0)
+    for finds in (False, True):
+        before = copy.deepcopy([p.detach() for p in model.parameters()])
+        scaler.scale(loss_of(model, batch_of(rank()))).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+        if finds and rank() == 0:
+            grads[0].view(-1)[0] = INF
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert finds == all(map(torch.equal, model.parameters(), before))
+        assert scaler.get_scale() == (4 if finds else 8)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_scaler_of_fsdp1_skips_on_all_ranks_what_one_of_them_found(two, use_orig_params):
+    two.run(agreed_by_fsdp1, use_orig_params)
+
+
 def agreed(layout, how):
     options = {"lr": 0.1, "skip_nonfinite": True} if how == "guard" else {"lr": 0.1}
     pair = Pair(layout, Case("", *_ADAMW, options))
