@@ -162,8 +162,9 @@ def make_entry(
     g: Any = p.grad if given is None else given
     state = known.state.get(p, {})
     _check(p, g, settings.owner, settings.besides.norm_type)
-    if rule.inputs or settings.besides.measures:
-        _shards.check_norms(p, settings.owner)
+    besides = settings.besides
+    if rule.inputs or besides.measures or besides.reports:
+        _shards.check_sums(p, settings.owner, joined=besides.measures)
     whole, p, g = p, local(p), local(g)
     names = tuple(rule.states.values())
     if rule.saves_step and state and not any(name in state for name in names):

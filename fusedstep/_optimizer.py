@@ -273,12 +273,12 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in groups for p in group["params"] if EMA in self.state.get(p, {})]
         if not params:
             raise RuntimeError("there are no averages; construct with ema_decay=0.999, for example, and step()")
+        gather_anew(modules)
         check_modules(params, modules)
         kept = [p.detach().clone() for p in params]
         self._shows_averages = True
         try:
             _copy(params, [self.state[p][EMA] for p in params])
-            gather_anew(modules)
             yield
         finally:
             _copy(params, kept)

@@ -61,10 +61,16 @@ def check(p: Any, g: Any, owner: str) -> None:
                 f"redistribute it to Shard or Replicate first"
             )
     if not lies_alike(p, g):
-        found = getattr(g, "placements", "a plain tensor")
+        found, wanted = (getattr(t, "placements", "a plain tensor") for t in (g, p))
+        if not is_distributed(p):
+            advice = "grad.full_tensor()"
+        elif not is_distributed(g):
+            advice = "torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements)"
+        else:
+            advice = "grad.redistribute(p.device_mesh, p.placements)"
         raise RuntimeError(
-            f"{owner} found a gradient distributed otherwise than its parameter: {found} for "
-            f"{getattr(p, 'placements', 'a plain tensor')}; use grad.redistribute(placements=p.placements)"
+            f"{owner} found a gradient distributed otherwise than its parameter: {found} for {wanted}; "
+            f"use {advice}"
         )
 
 
@@ -73,21 +79,29 @@ def is_flat(p: Tensor) -> bool:
     return getattr(p, "_fsdp_flattened", False)
 
 
-def check_norms(p: Tensor, owner: str) -> None:
-    """Raise where the norm of a whole tensor cannot be had."""
+def check_sums(p: Any, owner: str, joined: bool) -> None:
+    """Raise where this rank cannot have sums over a whole tensor, or those that are `joined` with others."""
     if is_flat(p):
         raise RuntimeError(
-            f"{owner} needs norms of whole tensors, and FSDP1 has cut and joined them without saying where; "
-            "use FSDP2 (torch.distributed.fsdp.fully_shard), or for clipping FSDP1's own clip_grad_norm_"
+            f"{owner} needs norms of whole tensors, or to count what is no number in them, and FSDP1 has cut "
+            "and joined them without saying where; use FSDP2 (torch.distributed.fsdp.fully_shard), or FSDP1's "
+            "own clip_grad_norm_ and ShardedGradScaler"
+        )
+    if joined and is_distributed(p) and not _is_member(p):
+        raise RuntimeError(
+            f"{owner} joins what it measures of all gradients, and found a parameter whose mesh "
+            f"{p.device_mesh.mesh.tolist()} leaves out this rank, {torch.distributed.get_rank()}; use a mesh "
+            "of all ranks, or leave out max_grad_norm and skip_nonfinite"
         )
 
 
 def check_modules(params: Sequence[Any], modules: Sequence[torch.nn.Module]) -> None:
     """Raise where parameters get other values and modules that have gathered them would not be told."""
-    if not modules and any(map(is_distributed, params)):
+    told = {id(p) for module in modules for p in module.parameters()}
+    if any(is_distributed(p) and id(p) not in told for p in params):
         raise RuntimeError(
             "parameters are DTensors, of which FSDP2's modules keep gathered copies after a forward; use "
-            "ema_parameters(model), which has them gathered anew, before and after"
+            "ema_parameters(model) with all of the model, which has them gathered anew, before and after"
         )
 
 
@@ -116,6 +130,11 @@ class Spread(NamedTuple):
     rows: Tensor | None
 
 
+def _is_member(p: Any) -> bool:
+    """Whether this rank is in the mesh of a parameter; one that is not has an empty part."""
+    return p.device_mesh.get_coordinate() is not None
+
+
 def _ranks(p: Any, dim: int) -> Ranks:
     return Ranks(p.device_mesh.get_group(dim), torch.device(p.device_mesh.device_type))
 
@@ -124,7 +143,7 @@ def spreads(params: Sequence[Any], rows: Sequence[int], device: torch.device) ->
     """Of a table with these parameters in these rows, in an order that is the same on all ranks."""
     found: dict[Ranks, list[int]] = {}
     for p, row in zip(params, rows, strict=True):
-        for dim, placement in enumerate(p.placements if is_distributed(p) else ()):
+        for dim, placement in enumerate(p.placements if is_distributed(p) and _is_member(p) else ()):
             if not placement.is_replicate():
                 found.setdefault(_ranks(p, dim), []).append(row)
     everything = [*range(len(rows))]
@@ -136,8 +155,8 @@ def spreads(params: Sequence[Any], rows: Sequence[int], device: torch.device) ->
 
 def holders(params: Sequence[Any]) -> list[Ranks]:
     """All that hold parts or copies of these parameters, in the same order on all ranks."""
-    dims = ((p, dim) for p in params if is_distributed(p) for dim in range(p.device_mesh.ndim))
-    return [*dict.fromkeys(_ranks(p, dim) for p, dim in dims)]
+    held = [p for p in params if is_distributed(p) and _is_member(p)]
+    return [*dict.fromkeys(_ranks(p, dim) for p in held for dim in range(p.device_mesh.ndim))]
 
 
 def ranks_of(group: Any) -> Ranks:

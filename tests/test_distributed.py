@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -268,6 +269,44 @@ def test_whatever_is_done_to_parts_between_steps_is_noticed(two, change, look):
     two.run(changed_between_steps, change, look)
 
 
+def left_out(cls, options):
+    """A parameter over the first two ranks, beside one over all."""
+    meshes = DeviceMesh("cpu", [0, 1]), ranks.mesh(4)
+    start, grads = ([torch.randn(5, 3) for _ in meshes] for _ in range(2))
+    params = [nn.Parameter(distribute_tensor(t, mesh, [ROWS])) for t, mesh in zip(start, meshes, strict=True)]
+    plain = [nn.Parameter(t) for t in start]
+    ours, one = (cls(ps, lr=0.1, **options) for ps in (params, plain))
+    for p, q, g, mesh in zip(params, plain, grads, meshes, strict=True):
+        p.grad, q.grad = distribute_tensor(g, mesh, [ROWS]), g
+    if "skip_nonfinite" in options:
+        # those that are in it would wait for the others
+        if rank() > 1:
+            with pytest.raises(RuntimeError, match=r"mesh \[0, 1\] leaves out this rank"):
+                ours.step()
+        return
+    for _ in range(3):
+        ours.step()
+        one.step()
+    for p, q, mesh in zip(params, plain, meshes, strict=True):
+        rows = q.detach().chunk(mesh.size())
+        if rank() < mesh.size() and rank() < len(rows):
+            assert_close(part(p), rows[rank()])
+        else:
+            assert part(p).numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (fusedstep.AdamW, {}),
+        (fusedstep.Lamb, {"max_grad_norm": None}),
+        (fusedstep.AdamW, {"skip_nonfinite": True}),
+    ],
+)
+def test_a_mesh_may_leave_out_ranks(four, cls, options):
+    four.run(left_out, cls, options)
+
+
 def of_dtype(layout, case, dtype, engine):
     pair = Pair(layout, case, dtype, engine=engine)
     for scale in (1.0, 0.001, 100.0):
@@ -424,8 +463,9 @@ def averages_shown(layout):
     pair = Pair(layout, Case("", *_ADAMW, {"lr": 0.1, "ema_decay": 0.5}))
     for _ in range(3):
         pair.step()
-    with pytest.raises(RuntimeError, match=r"use ema_parameters\(model\)"), pair.ours.ema_parameters():
-        pass
+    for some in ((), (nn.ParameterList(pair.parts[1:]),)):
+        with pytest.raises(RuntimeError, match=r"use ema_parameters\(model\)"), pair.ours.ema_parameters(*some):
+            pass
     with pair.ours.ema_parameters(nn.ParameterList(pair.parts)), pair.one.ema_parameters():
         pair.assert_alike(KINDS[3])
     pair.assert_alike(KINDS[3])
@@ -971,6 +1011,8 @@ def flat_norms(cls, options, use_orig_params):
         (fusedstep.Lamb, {"max_grad_norm": None}),
         (fusedstep.Lamb, {}),
         (fusedstep.AdamW, {"max_grad_norm": 1.0}),
+        (fusedstep.AdamW, {"skip_nonfinite": True}),
+        (fusedstep.AdamW, {"statistics": True}),
         (fusedstep.BertAdam, {}),
     ],
 )
@@ -1090,10 +1132,14 @@ def distributed_otherwise(stepped):
     if stepped:
         optimizer.step()
     kept = copy.deepcopy([whole(t) for p in params for t in (p, *optimizer.state[p].values())])
-    for wrong in (shard(torch.ones(4, 4), Shard(1)), shard(torch.ones(4, 4), Replicate())):
+    for wrong, advice in (
+        (shard(torch.ones(4, 4), Shard(1)), "grad.redistribute"),
+        (shard(torch.ones(4, 4), Replicate()), "grad.redistribute"),
+        (torch.ones(4, 4), "distribute_tensor"),
+    ):
         params[1].grad = None
         params[1].grad = wrong
-        with pytest.raises(RuntimeError, match="gradient distributed otherwise than its parameter"):
+        with pytest.raises(RuntimeError, match=f"distributed otherwise than its parameter: .*{advice}"):
             optimizer.step()
     found = [whole(t) for p in params for t in (p, *optimizer.state[p].values())]
     assert all(map(torch.equal, found, kept))
