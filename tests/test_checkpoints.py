@@ -225,22 +225,33 @@ def test_checkpoints_of_torchs_go_both_ways(two, name, tmp_path):
         assert_close(found, expected)
 
 
-def torchs_into_more():
+def torchs_into_more(folder):
     """A checkpoint of torch's says nothing about what only ours has."""
-    options = {"lr": 1e-2, "max_grad_norm": 0.5, "ema_decay": 0.9}
+    more = {"max_grad_norm": 0.5, "ema_decay": 0.9}
     model, theirs = made((torch.optim.AdamW, {"lr": 1e-2}))
     train(model, theirs, range(3))
+    save(folder, model, theirs)
     states = copy.deepcopy(get_optimizer_state_dict(model, theirs))
-    ours = fusedstep.AdamW(model.parameters(), **options)
+    ours = fusedstep.AdamW(model.parameters(), lr=1e-2, **more)
     set_optimizer_state_dict(model, ours, states)
     (group,) = ours.param_groups
-    assert {name: group[name] for name in options} == options
+    assert {name: group[name] for name in more} == more
     train(model, ours, range(3, 6))
-    return [float(ours.state[p]["step"]) for p in model.parameters()]
+
+    # from a file, where torch insists on every option that there is
+    again, later = made((fusedstep.AdamW, {"lr": 1e-2}), seed=1)
+    load(folder, again, later)
+    for group in later.param_groups:
+        group.update(more)
+    train(again, later, range(3, 6))
+    found = numbers(again, later)
+    assert found == numbers(model, ours)
+    return {name for name, _ in found}, [float(later.state[p]["step"]) for p in again.parameters()]
 
 
-def test_what_only_ours_has_stays_as_chosen(two):
-    assert two.run(torchs_into_more) == [[6.0] * 6] * 2
+def test_what_only_ours_has_stays_as_chosen(two, tmp_path):
+    names = {"weight", "step", "exp_avg", "exp_avg_sq", "ema"}
+    assert two.run(torchs_into_more, tmp_path) == [(names, [6.0] * 6)] * 2
 
 
 def fresh_state(kind):
