@@ -63,7 +63,7 @@ class Entry:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # where the memory of the table's counts begins, of which `step` is a view
+    # the memory of the table's counts, of which `step` is a view
     steps_at: int = field(init=False)
     # entries with equal ones are clipped together
     segment: int = 0
@@ -90,7 +90,8 @@ class Entry:
 
     def fits(self, grad: Tensor) -> bool:
         """Whether parameter, gradient and states are still stored as this entry was built for."""
-        if self.rule.saves_step and (self.state.get("step") is not self.step or not self._step_is_a_view()):
+        is_view = self.state.get("step") is self.step and self._memory_of_step() == self.steps_at
+        if self.rule.saves_step and not is_view:
             return False
         if not _shards.lies_alike(self.param, grad):
             return False
@@ -113,9 +114,15 @@ class Entry:
             and all(lies_like(t, self.strides) for t in roles[2:])
         )
 
-    def _step_is_a_view(self) -> bool:
-        """Whether `step` is still the view it was made as, in the same memory: not so once it was shared."""
-        return self.step.untyped_storage().data_ptr() == self.steps_at
+    def adopt(self, step: Tensor) -> None:
+        """Count in this view of the table's counts from now on."""
+        self.step = step
+        self.steps_at = self._memory_of_step()
+
+    def _memory_of_step(self) -> int:
+        """What tells its memory from others: where it begins, if the engine works by address."""
+        memory = self.step.untyped_storage()
+        return memory.data_ptr() if self.engine.BY_ADDRESS else memory._cdata
 
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""

@@ -199,7 +199,7 @@ class Table:
         steps = torch.tensor(numbers, dtype=_get_scalar_dtype(), device="cpu").to(self.device)
         # select, not unbind: a view that may itself be written in place
         for i, (entry, count) in enumerate(zip(self.entries, counts, strict=True)):
-            entry.step, entry.steps_at = steps[i], steps.untyped_storage().data_ptr()
+            entry.adopt(steps[i])
             if isinstance(count, Tensor):
                 entry.step.copy_(count.reshape(()), non_blocking=True)
         return steps
