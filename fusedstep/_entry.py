@@ -63,8 +63,8 @@ class Entry:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # the memory of the table's counts, of which `step` is a view
-    steps_at: int = field(init=False)
+    # which of the table's counts `step` is a view of
+    place: tuple | None = field(init=False)
     # entries with equal ones are clipped together
     segment: int = 0
 
@@ -90,8 +90,9 @@ class Entry:
 
     def fits(self, grad: Tensor) -> bool:
         """Whether parameter, gradient and states are still stored as this entry was built for."""
-        is_view = self.state.get("step") is self.step and self._memory_of_step() == self.steps_at
-        if self.rule.saves_step and not is_view:
+        if self.rule.saves_step and self.state.get("step") is not self.step:
+            return False
+        if self._place_of_step() != self.place:
             return False
         if not _shards.lies_alike(self.param, grad):
             return False
@@ -117,12 +118,15 @@ class Entry:
     def adopt(self, step: Tensor) -> None:
         """Count in this view of the table's counts from now on."""
         self.step = step
-        self.steps_at = self._memory_of_step()
+        self.place = self._place_of_step()
 
-    def _memory_of_step(self) -> int:
-        """What tells its memory from others: where it begins, if the engine works by address."""
+    def _place_of_step(self) -> tuple | None:
+        """Where it counts, as the engine knows it; None if it is no longer a tensor with memory."""
+        if self.step.layout != torch.strided:
+            return None
         memory = self.step.untyped_storage()
-        return memory.data_ptr() if self.engine.BY_ADDRESS else memory._cdata
+        begin = memory.data_ptr() if self.engine.BY_ADDRESS else memory._cdata
+        return begin, self.step.storage_offset(), self.step.dtype
 
     def addresses(self) -> list[int]:
         """Where the engine finds parameter, gradient and states."""

@@ -20,7 +20,7 @@ from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
-from ._shards import Kept, check_group, check_modules, gather_anew, is_flat, ranks_of
+from ._shards import Kept, check_group, drop_gathered, is_flat, ranks_of
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
@@ -273,17 +273,16 @@ class Optimizer(torch.optim.Optimizer):
         params = [p for group in groups for p in group["params"] if EMA in self.state.get(p, {})]
         if not params:
             raise RuntimeError("there are no averages; construct with ema_decay=0.999, for example, and step()")
-        gather_anew(modules)
-        check_modules(params, modules)
+        drop_gathered(modules, params)
         kept = [p.detach().clone() for p in params]
         self._shows_averages = True
         try:
             _copy(params, [self.state[p][EMA] for p in params])
             yield
         finally:
-            _copy(params, kept)
-            gather_anew(modules)
             self._shows_averages = False
+            _copy(params, kept)
+            drop_gathered(modules, params)
 
     def _detach_grads(self) -> None:
         """Gradients that will be zero belong to no graph of autograd's, as after torch's `zero_grad`."""

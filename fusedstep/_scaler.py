@@ -8,6 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from ._optimizer import Optimizer
+from ._shards import is_flat
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -30,7 +31,13 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        finds_out = isinstance(optimizer, Optimizer) and optimizer._step_supports_amp_scaling
+        is_ours = isinstance(optimizer, Optimizer)
+        finds_out = is_ours and optimizer._step_supports_amp_scaling
+        if is_ours and not finds_out and any(is_flat(p) for g in optimizer.param_groups for p in g["params"]):
+            raise RuntimeError(
+                "the ranks of FSDP1 would not agree whether gradients overflowed; use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, or FSDP2"
+            )
         if not self.is_enabled() or not finds_out or "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)
         state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]

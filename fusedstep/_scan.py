@@ -34,11 +34,11 @@ SAME, MOVED, UNSURE = range(3)
 # what the compiled loops are handed in one array: addresses of C functions and Python objects, offsets
 _FUNCTIONS = ("PyDict_GetItemWithError", "PyDict_Next", "PyErr_Clear")
 GET_ITEM, NEXT, CLEAR = range(3)
-_OBJECTS = ("params", "step", None, Tensor, torch.nn.Parameter)
-PARAMS, STEP, NONE, TENSOR, PARAMETER = range(3, 8)
-IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD, COUNTER, WRITES, OBJECT = range(8, 19)
+_OBJECTS = ("params", "step", Tensor, torch.nn.Parameter)
+PARAMS, STEP, TENSOR, PARAMETER = range(3, 7)
+IMPL, SHAPE, KEYS, STORAGE, DATA, META, GRAD, NO_GRAD, COUNTER, WRITES, OBJECT = range(7, 18)
 # 0 until there is one: the type of distributed tensors, where they have the part that is here and their spec
-DISTRIBUTED, PART, SPEC = range(19, 22)
+DISTRIBUTED, PART, SPEC = range(18, 21)
 
 # columns of what is remembered of a parameter; its states follow
 # (of a distributed one, also how its gradient is)
@@ -181,8 +181,11 @@ def _read(tensors: Sequence[Sequence[Tensor]]) -> tuple[np.ndarray, np.ndarray, 
     ids = np.array([[*map(id, roles)] for roles in tensors], np.int64)
     sizes = np.array([[t.element_size() for t in roles] for roles in tensors], np.int64)
     words, addresses = _kernels().read_tensors(API, ids, sizes)
-    kinds, kind = np.unique(words.reshape(-1, WORDS), axis=0, return_inverse=True)
-    return kinds, kind.reshape(ids.shape), addresses
+    # by their bytes: np.unique takes ten times as long
+    numbers: dict[bytes, int] = {}
+    kind_of = [numbers.setdefault(kind.tobytes(), len(numbers)) for kind in words.reshape(-1, WORDS)]
+    kinds = np.frombuffer(b"".join(numbers), np.int64).reshape(-1, WORDS)
+    return kinds, np.array(kind_of, np.int64).reshape(ids.shape), addresses
 
 
 def _ids(objects: Iterable[Any]) -> np.ndarray:
@@ -236,7 +239,7 @@ class Entries:
     def __init__(self, entries: Sequence[Entry], names: Sequence[str], absent: list[Tensor]) -> None:
         self._kernels = _kernels()
         params, states = [e.param for e in entries], [e.state for e in entries]
-        counts = [e.step if e.rule.saves_step else None for e in entries]
+        counts, self._saves_step = [e.step for e in entries], entries[0].rule.saves_step
         specs = [getattr(e.grad, "_spec", None) for e in entries]
         self._kept = params, states, counts, names, absent, specs
         columns = [_ids(params), _ids(states), np.array([*map(_version, states)], np.int64), _ids(counts)]
@@ -244,9 +247,8 @@ class Entries:
         columns += [_ids(state[name] for state in states) for name in names]
         self._facts = np.stack(columns, 1)
         self._names, self._absent = _ids(names), _ids(absent)
-        self._kinds, self._kind, self.addresses = _read([[*e.here.values()] for e in entries])
-        # one for all: their counts are views of the same tensor
-        self._steps = entries[0].steps_at
+        self._kinds, self._kind_of, self._places = _read([[*e.here.values(), e.step] for e in entries])
+        self.addresses = self._places[:, :-1]
 
     @staticmethod
     def can_read(entries: Sequence[Entry]) -> bool:
@@ -267,8 +269,8 @@ class Entries:
 
         A gradient where there was none is a reason to be unsure too.
         """
-        facts = self._facts, self._kinds, self._kind, self._names, self._steps, self._absent
-        return self._kernels.scan_entries(API, *facts, self.addresses)
+        facts = self._facts, self._kinds, self._kind_of, self._names, self._saves_step, self._absent
+        return self._kernels.scan_entries(API, *facts, self._places)
 
     def count_writes(self, grads: bool) -> None:
         """Tell autograd that the parameters were written, and their gradients as well."""
@@ -280,7 +282,7 @@ class Lists:
 
     def __init__(self, lists: Sequence[list[Tensor]]) -> None:
         self._kernels = _kernels()
-        self._kinds, self._kind, self.addresses = _read([*zip(*lists, strict=True)])
+        self._kinds, self._kind_of, self.addresses = _read([*zip(*lists, strict=True)])
 
     @staticmethod
     def can_read(lists: Sequence[list[Tensor]]) -> bool:
@@ -290,4 +292,4 @@ class Lists:
 
     def look(self, lists: Sequence[list[Tensor]]) -> int:
         """SAME, MOVED if tensors only lie elsewhere (`addresses` then says where), else UNSURE."""
-        return self._kernels.scan_lists(API, _ids(lists), self._kinds, self._kind, self.addresses)
+        return self._kernels.scan_lists(API, _ids(lists), self._kinds, self._kind_of, self.addresses)

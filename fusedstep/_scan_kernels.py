@@ -35,7 +35,6 @@ from ._scan import (
     MOVED,
     NEXT,
     NO_GRAD,
-    NONE,
     OBJECT,
     PARAM,
     PARAMETER,
@@ -124,15 +123,9 @@ def _is_unchanged(mapping, version):
 
 
 @_inline
-def _memory(api, impl):
-    """Where the memory begins that a tensor has, or is a view of; only for those that have any."""
-    return _word(_word(impl + api[STORAGE]) + api[DATA])
-
-
-@_inline
-def _address(api, impl, size):
-    """Where a tensor's first element lies."""
-    return _memory(api, impl) + size * _word(impl + api[SHAPE] + _OFFSET)
+def _address_by(api, impl, size):
+    """Where a tensor's first element lies; only for those that have memory."""
+    return _word(_word(impl + api[STORAGE]) + api[DATA]) + size * _word(impl + api[SHAPE] + _OFFSET)
 
 
 @_compiled
@@ -151,7 +144,7 @@ def read_tensors(api, tensors, sizes):
             words[i, k, KIND] = _word(shape + _KIND) & KIND_BYTES
             words[i, k, DISPATCH] = _word(impl + api[KEYS])
             words[i, k, BYTES] = sizes[i, k]
-            addresses[i, k] = _address(api, impl, sizes[i, k])
+            addresses[i, k] = _address_by(api, impl, sizes[i, k])
     return words, addresses
 
 
@@ -166,6 +159,11 @@ def _is_still(api, impl, kinds, kind):
         different |= _word(shape + _SIZES + 8 * d) ^ kinds[kind, SIZES + d]
         different |= _word(shape + _STRIDES + 8 * d) ^ kinds[kind, STRIDES + d]
     return different == 0
+
+
+@_inline
+def _address(api, impl, kinds, kind):
+    return _address_by(api, impl, kinds[kind, BYTES])
 
 
 @_inline
@@ -194,10 +192,10 @@ def _part(api, tensor):
 
 
 @_compiled
-def scan_entries(api, facts, kinds, kind, names, steps, absent, addresses):
-    verdict = SAME
+def scan_entries(api, facts, kinds, kind_of, names, saves_step, absent, addresses):
+    verdict, last = SAME, 2 + len(names)
     for i in range(len(facts)):
-        param, state, count, spec = facts[i, PARAM], facts[i, STATE], facts[i, COUNT], facts[i, GRAD_SPEC]
+        param, state, spec = facts[i, PARAM], facts[i, STATE], facts[i, GRAD_SPEC]
         unchanged = _is_unchanged(state, facts[i, VERSION])
         impl = _word(param + api[IMPL])
         grad = _grad(api, impl)
@@ -208,11 +206,11 @@ def scan_entries(api, facts, kinds, kind, names, steps, absent, addresses):
             impl, grad = _part(api, param), _part(api, whole)
         if impl == 0 or grad == 0:
             return UNSURE
-        if not _is_still(api, impl, kinds, kind[i, 0]) or not _is_still(api, grad, kinds, kind[i, 1]):
+        if not _is_still(api, impl, kinds, kind_of[i, 0]) or not _is_still(api, grad, kinds, kind_of[i, 1]):
             return UNSURE
-        if _address(api, impl, kinds[kind[i, 0], BYTES]) != addresses[i, 0]:
+        if _address(api, impl, kinds, kind_of[i, 0]) != addresses[i, 0]:
             return UNSURE
-        address = _address(api, grad, kinds[kind[i, 1], BYTES])
+        address = _address(api, grad, kinds, kind_of[i, 1])
         if address != addresses[i, 1]:
             addresses[i, 1] = address
             verdict = MOVED
@@ -224,15 +222,19 @@ def scan_entries(api, facts, kinds, kind, names, steps, absent, addresses):
                 if tensor == 0 or _word(tensor + _TYPE) != (api[TENSOR] if spec == 0 else api[DISTRIBUTED]):
                     return UNSURE
             impl = _word(tensor + api[IMPL]) if spec == 0 else _part(api, tensor)
-            if impl == 0 or not _is_still(api, impl, kinds, kind[i, 2 + k]):
+            if impl == 0 or not _is_still(api, impl, kinds, kind_of[i, 2 + k]):
                 return UNSURE
-            if _address(api, impl, kinds[kind[i, 2 + k], BYTES]) != addresses[i, 2 + k]:
+            if _address(api, impl, kinds, kind_of[i, 2 + k]) != addresses[i, 2 + k]:
                 return UNSURE
-        if count == api[NONE]:
+        if i > 0 and not saves_step:
+            # nobody has these counts but we: they can only move together
             continue
-        if not unchanged and _item(api, state, api[STEP]) != count:
+        if saves_step and not unchanged and _item(api, state, api[STEP]) != facts[i, COUNT]:
             return UNSURE
-        if _memory(api, _word(count + api[IMPL])) != steps:
+        impl = _word(facts[i, COUNT] + api[IMPL])
+        if not _is_still(api, impl, kinds, kind_of[i, last]):
+            return UNSURE
+        if _address(api, impl, kinds, kind_of[i, last]) != addresses[i, last]:
             return UNSURE
     return UNSURE if _any_grad(api, absent) else verdict
 
@@ -291,21 +293,21 @@ def scan_groups(api, groups, state, version, facts, values, params, options, sta
 
 
 @_compiled
-def scan_lists(api, lists, kinds, kind, addresses):
+def scan_lists(api, lists, kinds, kind_of, addresses):
     verdict = SAME
     for k in range(len(lists)):
-        if _word(lists[k] + _SIZE) != len(kind):
+        if _word(lists[k] + _SIZE) != len(kind_of):
             return UNSURE
         items = _word(lists[k] + _ITEMS)
-        for i in range(len(kind)):
+        for i in range(len(kind_of)):
             tensor = _word(items + 8 * i)
             cls = _word(tensor + _TYPE)
             if cls != api[TENSOR] and cls != api[PARAMETER]:
                 return UNSURE
             impl = _word(tensor + api[IMPL])
-            if not _is_still(api, impl, kinds, kind[i, k]):
+            if not _is_still(api, impl, kinds, kind_of[i, k]):
                 return UNSURE
-            address = _address(api, impl, kinds[kind[i, k], BYTES])
+            address = _address(api, impl, kinds, kind_of[i, k])
             if address != addresses[i, k]:
                 addresses[i, k] = address
                 verdict = MOVED

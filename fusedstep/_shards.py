@@ -95,24 +95,24 @@ def check_sums(p: Any, owner: str, joined: bool) -> None:
         )
 
 
-def check_modules(params: Sequence[Any], modules: Sequence[torch.nn.Module]) -> None:
-    """Raise where parameters get other values and modules that have gathered them would not be told."""
-    told = {id(p) for module in modules for p in module.parameters()}
-    if any(is_distributed(p) and id(p) not in told for p in params):
+def drop_gathered(modules: Sequence[torch.nn.Module], params: Sequence[Any]) -> None:
+    """Have modules of FSDP2 forget what they have gathered, where these parameters get other values."""
+    if any(map(is_flat, params)):
         raise RuntimeError(
-            "parameters are DTensors, of which FSDP2's modules keep gathered copies after a forward; use "
-            "ema_parameters(model) with all of the model, which has them gathered anew, before and after"
+            "FSDP1 keeps gathered copies of parameters after a forward, and cannot be told that these have "
+            "other values; use FSDP2 (torch.distributed.fsdp.fully_shard)"
         )
-
-
-def gather_anew(modules: Sequence[torch.nn.Module]) -> None:
-    """Have modules of FSDP2 drop what they have gathered: their parameters have other values now."""
-    if "torch.distributed.fsdp" in sys.modules:
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in chain.from_iterable(module.modules() for module in modules):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    module_of_fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in chain.from_iterable(module.modules() for module in modules):
+        if isinstance(module, module_of_fsdp):
+            module.reshard()
+    known = {id(p) for module in modules for p in module.parameters()}
+    if any(is_distributed(p) and id(p) not in known for p in params):
+        raise RuntimeError(
+            "parameters are DTensors, of which modules of FSDP2 keep gathered copies after a forward; use "
+            "ema_parameters(model), with all of the model, which has them gathered anew before and after. If "
+            "an exception has ended a forward, call set_reshard_after_forward(True) and reshard() of modules"
+        )
 
 
 class Ranks(NamedTuple):

@@ -2,11 +2,14 @@
 
 import copy
 import gc
+import io
 import pickle
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing  # has ForkingPickler share tensors
 
 import fusedstep
 from tests.cases import KINDS, name_of
@@ -343,6 +346,46 @@ LOOKS = {
     "look without versions": lambda m: m.setattr("fusedstep._scan._DICTS_HAVE_VERSIONS", False),
     "python look": lambda m: m.setattr("fusedstep._scan.API", None),
 }
+
+
+def share(p, optimizer):
+    """As torch.multiprocessing shares what it sends."""
+    ForkingPickler(io.BytesIO(), 2).dump(optimizer)
+
+
+# what is done to the count of the first of two parameters
+COUNT_CHANGES = {
+    "sent": share,
+    "alias of another's": lambda p, o: setattr(o.state[p]["step"], "data", [*o.state.values()][1]["step"].data),
+    "another dtype": lambda p, o: setattr(
+        o.state[p]["step"], "data", o.state[p]["step"].data.view(torch.int32)
+    ),
+    "sparse": lambda p, o: torch.utils.swap_tensors(o.state[p]["step"], torch.ones(3).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("change", COUNT_CHANGES)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_counts_that_move_are_noticed(kind, change, look, engine, monkeypatch):
+    LOOKS[look](monkeypatch)
+    params = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    optimizer = kind.ours(params, engine=engine, **kind.options)
+    for p in params:
+        p.grad = torch.randn(3)
+    optimizer.step()
+    optimizer.step()
+    if change != "sent" and "step" not in optimizer.state[params[0]]:
+        pytest.skip("nobody else has its counts")
+    plan = optimizer._plan
+    COUNT_CHANGES[change](params[0], optimizer)
+    if change == "sparse":
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            optimizer.step()
+        return
+    optimizer.step()
+    # what is no address does not dangle
+    assert optimizer._plan is not plan or (change == "sent" and engine == "torch")
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -496,6 +496,35 @@ def averages_seen_by_fsdp(evaluates_before):
         assert_close(a, b, 1e-5)
 
 
+class Interrupted(nn.Module):
+    def forward(self, x):
+        if x.isnan().any():
+            raise ZeroDivisionError
+        return x
+
+
+def averages_after_an_exception():
+    """FSDP2 keeps what it has gathered for a forward that never ended: that is told, and can be mended."""
+    model = fully_shard(nn.Sequential(nn.Linear(6, 5), Interrupted(), nn.Linear(5, 1)), mesh=ranks.mesh(2))
+    optimizer = fusedstep.AdamW(model.parameters(), lr=0.1, ema_decay=0.5)
+    loss_of(model, batch_of(0)).backward()
+    optimizer.step(zero_grad=True)
+    with torch.no_grad():
+        before = model(batch_of(0))
+        advice = r"call set_reshard_after_forward\(True\) and reshard"
+        with pytest.raises(RuntimeError, match=advice), optimizer.ema_parameters(model):
+            model(batch_of(0) * NAN)
+        model.set_reshard_after_forward(True)
+        model.reshard()
+        assert torch.equal(model(batch_of(0)), before)
+    loss_of(model, batch_of(0)).backward()
+    optimizer.step()
+
+
+def test_a_forward_that_fails_with_averages_leaves_none_behind(two):
+    two.run(averages_after_an_exception)
+
+
 @pytest.mark.parametrize("evaluates_before", [False, True])
 def test_averages_are_seen_by_what_fsdp_has_gathered(two, evaluates_before):
     two.run(averages_seen_by_fsdp, evaluates_before)
@@ -1040,6 +1069,15 @@ def agreed_by_fsdp1(use_orig_params):
         optimizer.zero_grad()
         assert finds == all(map(torch.equal, model.parameters(), before))
         assert scaler.get_scale() == (4 if finds else 8)
+    # what cannot know of other ranks
+    ours = fusedstep.GradScaler("cpu", init_scale=8.0)
+    ours.scale(loss_of(model, batch_of(rank()))).backward()
+    with pytest.raises(RuntimeError, match="ShardedGradScaler"):
+        ours.step(optimizer)
+    averaged = fusedstep.AdamW(model.parameters(), ema_decay=0.9)
+    averaged.step()
+    with pytest.raises(RuntimeError, match="FSDP1 keeps gathered copies"), averaged.ema_parameters(model):
+        pass
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -51,12 +51,12 @@ def on_cpu(steps: Sequence[Step], rounds: int) -> list[Times]:
 
 # how often all steps take turns on a GPU: its host has slow and fast seconds, which all must see
 _TURNS = 6
-# the first of a turn find the caches as the step before has left them, which is another one for each
+# on the host the first of a turn find the caches as another step has left them, and are not counted
 _WARM_UP = 2
 
 
 def on_gpu(steps: Sequence[Step], rounds: int) -> list[Times]:
-    """A few of each in turn, three times as many as `rounds` in all."""
+    """A few of each in turn, about three times as many as `rounds` in all."""
     device: list[list[float]] = [[] for _ in steps]
     host: list[list[float]] = [[] for _ in steps]
     in_turn = max(1, 3 * rounds // _TURNS)
