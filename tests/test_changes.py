@@ -377,13 +377,16 @@ def test_counts_that_move_are_noticed(kind, change, look, engine, monkeypatch):
     optimizer.step()
     if change != "sent" and "step" not in optimizer.state[params[0]]:
         pytest.skip("nobody else has its counts")
-    plan = optimizer._plan
+    counts = lambda: [float(entry.step) for table in optimizer._plan.tables for entry in table.entries]
+    plan, before = optimizer._plan, counts()
     COUNT_CHANGES[change](params[0], optimizer)
     if change == "sparse":
         with pytest.raises((RuntimeError, NotImplementedError)):
             optimizer.step()
         return
     optimizer.step()
+    if change == "sent":
+        assert counts() == [count + 1 for count in before]
     # what is no address does not dangle
     assert optimizer._plan is not plan or (change == "sent" and engine == "torch")
 
