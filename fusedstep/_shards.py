@@ -102,6 +102,9 @@ def drop_gathered(modules: Sequence[torch.nn.Module], params: Sequence[Any]) -> 
             "FSDP1 keeps gathered copies of parameters after a forward, and cannot be told that these have "
             "other values; use FSDP2 (torch.distributed.fsdp.fully_shard)"
         )
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"ema_parameters() was given a {type(module).__name__}; use ema_parameters(model)")
     module_of_fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in chain.from_iterable(module.modules() for module in modules):
         if isinstance(module, module_of_fsdp):

@@ -331,6 +331,16 @@ def test_without_averages_there_is_no_context(options):
         pass
 
 
+def test_what_is_no_model_is_refused():
+    optimizer, params = trained()
+    before = [p.detach().clone() for p in params]
+    for given in (iter(params), [torch.nn.Linear(1, 1)]):
+        with pytest.raises(TypeError, match=r"use ema_parameters\(model\)"), optimizer.ema_parameters(given):
+            pass
+    assert all(map(torch.equal, params, before))
+    optimizer.step()
+
+
 def test_autograd_notices_the_change():
     optimizer, params = trained()
     loss = params[0].square().sum()
