@@ -8,7 +8,7 @@
 """
 
 from . import functional
-from ._scaler import GradScaler
+from .amp import GradScaler
 from .optimizers import SGD, Adam, AdamW, BertAdam, Lamb
 
 __all__ = ["SGD", "Adam", "AdamW", "BertAdam", "GradScaler", "Lamb", "functional"]

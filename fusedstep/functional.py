@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import _rules, _scalars, _scan
-from ._entry import Entry, Known, Settings, make_entry, real_dtype
-from ._passes import NORMS, Besides, Pass, Rule, complete
-from ._shards import local
-from ._table import Amp, Table, make_tables, upload
-from ._table import step as step_tables
-from .engines import NAMES as NAMES_OF_ENGINES
-from .optimizers import ADAM, AMSGRAD
+from ._algorithm.program import NORM_TYPES, StepSpec
+from ._algorithm.rules import ADAM, AMSGRAD, SCALED
+from ._engines import NAMES as NAMES_OF_ENGINES
+from ._engines import Amp, is_watched
+from ._memory import watch
+from ._memory.formats import real_dtype
+from ._memory.options import COMMON
+from ._memory.row import Memory, Row, Settings, Update, make_row
+from ._memory.shards import local
+from ._memory.table import Table, make_tables, upload
+from ._memory.table import step as step_tables
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CLIP = Rule(_scalars.unused, (Pass(_rules.same, "g", "p"),), {})
+_ADAMW_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay")
 
 Tensors = Tensor | Sequence[Tensor]
 # parameters, gradients and states in turn
@@ -156,7 +160,7 @@ def _adamw(
     rule, lists = (AMSGRAD, lists) if amsgrad else (ADAM, lists[:4])
     # float32, as the operator on Ascend computes its scalars
     settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
-    hyper = [-1.0 if maximize else 1.0, 0.0, 0.0, 0.0, *values, 1.0]
+    options = [float(maximize), 0.0, 0.0, 0.0, *values, 1.0]
     ends = [*lists[0][:1], *lists[0][-1:]]
     places = [t.data_ptr() for t in ends if isinstance(t, Tensor) and t.layout == torch.strided]
     key = (amsgrad, engine, len(lists[0]), *places)
@@ -165,7 +169,7 @@ def _adamw(
         _check_adamw(lists, names)
         _check_step(step, lists[0])
 
-    _call(key, lists, rule, settings, hyper, step, check)
+    _call(key, lists, Update(rule), settings, options, step, check)
 
 
 def clip_grad_norm_(
@@ -225,7 +229,7 @@ def clip_grad_norm_(
 
 def _can_clip(grads: list[Tensor], max_norm: Any, norm_type: float) -> bool:
     """Whether gradients can be clipped all at once."""
-    known = norm_type == 2 or (norm_type in NORMS and not any(g.is_complex() for g in grads))
+    known = norm_type == 2 or (norm_type in NORM_TYPES and not any(g.is_complex() for g in grads))
     limited = isinstance(max_norm, (int, float)) and max_norm > 0
     return known and limited and all(g.layout == torch.strided for g in grads)
 
@@ -233,12 +237,11 @@ def _can_clip(grads: list[Tensor], max_norm: Any, norm_type: float) -> bool:
 @torch.no_grad()
 def _clip(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clip them, in place; the norm before."""
-    norm, besides = NORMS[norm_type], Besides(norm_type, measures=True)
-    settings = Settings("functional.clip_grad_norm_", counts=False, besides=besides)
-    hyper, key = [1.0, float(max_norm), 1e-6, 0.0], ("clip", norm_type, len(grads), grads[0].shape)
-    rule = complete(_CLIP, besides, averages=False)
-    tables = _call(key, (grads, grads), rule, settings, hyper, _on_host(1.0), lambda: None)
-    return norm.joined(torch.cat([norm.each(table.sums[0]).to(tables[0].device) for table in tables]))
+    settings = Settings("functional.clip_grad_norm_", counts=False, spec=StepSpec(norm_type, clips=True))
+    options, key = [0.0, float(max_norm), 1e-6, 0.0], ("clip", norm_type, len(grads), grads[0].shape)
+    tables = _call(key, (grads, grads), Update(SCALED), settings, options, _on_host(1.0), lambda: None)
+    measured = torch.cat([table.sums[0].to(tables[0].device) for table in tables])
+    return torch.sqrt(measured.sum()) if norm_type == 2 else measured.amax()
 
 
 # arguments
@@ -323,63 +326,66 @@ def _check_tensor(where: str, role: int, t: Any, p: Tensor) -> None:
 class _Call:
     """Tables for tensors stored as these are."""
 
-    # what is made here is written later, in whatever mode
+    # inference tensors cannot be written outside inference mode, so none is allocated here
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, lists: Lists, rule: Rule, settings: Settings, hyper: list[float]) -> None:
-        self._hyper, self._settings = hyper, settings
+    def __init__(self, lists: Lists, update: Update, settings: Settings, options: list[float]) -> None:
+        self._options, self._settings = options, settings
         # states that lie otherwise than their parameters are updated in copies
         self._moved: list[tuple[Tensor, Tensor]] = []
-        entries = [self._entry(roles, rule, settings) for roles in zip(*lists, strict=True)]
-        self.tables = make_tables(entries, np.array([hyper]), settings)
-        index = {id(entry): i for i, entry in enumerate(entries)}
+        rows = [self._row(roles, update, settings) for roles in zip(*lists, strict=True)]
+        names = [*COMMON, *_ADAMW_OPTIONS[: len(options) - len(COMMON)]]
+        self.tables = make_tables(rows, np.array([options]), names, settings)
+        index = {id(row): i for i, row in enumerate(rows)}
         # of every bucket, which tensors of the lists are its rows
         self._buckets = [
-            (bucket, [index[id(entry)] for entry in bucket.entries])
-            for table in self.tables
-            for bucket in table.buckets
+            (bucket, [index[id(row)] for row in bucket.rows]) for table in self.tables for bucket in table.buckets
         ]
-        for entry in entries:
-            entry.commit(Known({}, {}))
+        for row in rows:
+            row.commit(Memory({}, {}))
         for bucket, _ in self._buckets:
-            bucket.survey()
-            # counted with the states, by `step`
-            bucket.written = []
+            bucket.switch_rows()
+            bucket.refresh()
         copies = self._moved or any(
             bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
         )
-        self._scan: Any = None if copies or not _scan.Lists.can_read(lists) else _scan.Lists(lists)
+        # it may not serve another call where copies were made, which would keep tensors alive
+        self.can_stay = not copies and not any(local(t) is not t for tensors in lists for t in tensors)
+        if self.can_stay:
+            self._check = watch.make_check([*chain.from_iterable(lists)])
+            self._addresses = [*map(watch.address, chain.from_iterable(lists))]
 
-    @property
-    def can_stay(self) -> bool:
-        """Whether it may serve another call: not where copies were made, which would keep tensors alive."""
-        return self._scan is not None
-
-    def _entry(self, roles: tuple[Tensor, ...], rule: Rule, settings: Settings) -> Entry:
+    def _row(self, roles: tuple[Tensor, ...], update: Update, settings: Settings) -> Row:
         p, g, *states = roles
-        state = dict(zip(rule.states.values(), states, strict=True))
-        entry = make_entry(p, rule, 0, Known({p: {**state}} if state else {}, {}), settings, given=g)
-        self._moved += [(state[name], copy) for name, copy in entry.fresh.items()]
-        return entry
+        state = dict(zip((name for _, name in update.rule.states), states, strict=True))
+        row = make_row(p, update, 0, Memory({p: {**state}} if state else {}, {}), settings, grad=g)
+        self._moved += [(state[name], copy) for name, copy in row.fresh.items()]
+        return row
 
     def fits(self, lists: Lists) -> bool:
         """Whether these are stored as those the tables were made for; then the tables point to these."""
-        verdict = _scan.UNSURE if self._scan is None else self._scan.look(lists)
-        if verdict == _scan.MOVED:
-            found = self._scan.addresses
-            written = np.delete(found, 1, axis=1)
+        tensors = [*chain.from_iterable(lists)]
+        if len(tensors) != len(self._addresses) or not all(isinstance(t, Tensor) for t in tensors):
+            return False
+        if not self._check(*tensors):
+            return False
+        addresses = [*map(watch.address, tensors)]
+        if addresses != self._addresses:
+            found = np.array(addresses, np.int64).reshape(len(lists), -1)
+            written = np.delete(found, 1, axis=0)
             if len(np.unique(written)) != written.size:
                 return False
             for bucket, rows in self._buckets:
-                bucket.write_addresses(found[rows])
-        return verdict != _scan.UNSURE
+                bucket.write_addresses(found[:, rows].T)
+            self._addresses = addresses
+        return True
 
-    def step(self, lists: Lists, hyper: list[float], count: Tensor) -> None:
+    def step(self, lists: Lists, options: list[float], count: Tensor) -> None:
         for table in self.tables:
             table.steps.fill_(count.reshape(()))
-            if hyper != self._hyper:
-                upload(np.array([hyper]), table.hyper)
-        self._hyper = hyper
+            if options != self._options:
+                upload(np.array([options]), table.options)
+        self._options = options
         step_tables(self.tables, Amp(), self._settings)
         for k, tensors in enumerate(lists):
             if k != 1:
@@ -387,10 +393,8 @@ class _Call:
         for state, copy in self._moved:
             state.copy_(copy)
         # keep no tensor alive
-        for table in self.tables:
-            table.entries = []
         for bucket, _ in self._buckets:
-            bucket.entries = []
+            bucket.release()
 
 
 _calls: dict[Any, _Call] = {}
@@ -400,20 +404,21 @@ _MOST_CALLS = 1024
 def _call(
     key: tuple,
     lists: Lists,
-    rule: Rule,
+    update: Update,
     settings: Settings,
-    hyper: list[float],
+    options: list[float],
     count: Tensor,
     check: Callable[[], None],
 ) -> list[Table]:
     """Step these tensors: checked first, or with an earlier call's tables if they are stored as those were."""
     # taken out, so that no other thread and nobody after an exception uses it
-    call = _calls.pop(key, None)
-    if call is None or not call.fits(lists):
-        check()
-        call = _Call(lists, rule, settings, hyper)
-    call.step(lists, hyper, count)
-    if call.can_stay:
+    call = None if is_watched() else _calls.pop(key, None)
+    with torch.no_grad():
+        if call is None or not call.fits(lists):
+            check()
+            call = _Call(lists, update, settings, options)
+        call.step(lists, options, count)
+    if call.can_stay and not is_watched():
         while len(_calls) >= _MOST_CALLS:
             _calls.pop(next(iter(_calls)), None)
         _calls[key] = call

@@ -29,30 +29,24 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT, _to_scalar
+from torch.optim.optimizer import _to_scalar
 
-from . import _rules, _scalars
-from ._arguments import check_adam, check_schedule, check_sgd, check_tensors_allowed, check_trust
-from ._optimizer import Optimizer
-from ._passes import Pass, Rule
-
-_MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
-_SGD = Rule(_scalars.sgd, (Pass(_rules.sgd, "pg", "p"),), {}, saves_step=False)
-_MOMENTUM = Rule(
-    _scalars.sgd, (Pass(_rules.momentum, "pgb", "pb"),), {"b": "momentum_buffer"}, saves_step=False
+from ._algorithm.program import Rule
+from ._algorithm.rules import ADAM, AMSGRAD, BERT_ADAM, LAMB, MOMENTUM, SCHEDULES
+from ._algorithm.rules import SGD as PLAIN_SGD
+from ._torch.arguments import (
+    check_adam,
+    check_schedule,
+    check_sgd,
+    check_tensors_allowed,
+    check_trust,
+    fixed,
+    for_all,
+    keyword,
+    pair,
 )
-ADAM = Rule(_scalars.adam, (Pass(_rules.adam, "pgmv", "pmv"),), _MOMENTS)
-AMSGRAD = Rule(_scalars.adam, (Pass(_rules.amsgrad, "pgmvw", "pmvw"),), {**_MOMENTS, "w": "max_exp_avg_sq"})
-_BERT_ADAM = Rule(_scalars.bert_adam, (Pass(_rules.bert_adam, "pgmv", "pmv"),), _MOMENTS)
-LAMB = Rule(
-    _scalars.lamb,
-    (Pass(_rules.lamb_measure, "pgmv", "mv", "++"), Pass(_rules.lamb, "pmv", "p")),
-    _MOMENTS,
-    narrow=(Pass(_rules.lamb_measure_only, "pgmv", "", "++"), Pass(_rules.bert_adam, "pgmv", "pmv")),
-    reports=("trust_ratio",),
-)
+from ._torch.optimizer import Optimizer
 
 
 class SGD(Optimizer):
@@ -83,53 +77,25 @@ class SGD(Optimizer):
     Sutskever et al., On the importance of initialization and momentum in deep learning, ICML 2013.
     """
 
-    options = ("lr", "weight_decay", "momentum", "dampening", "nesterov")
+    lr: float | Tensor = 1e-3
+    momentum: float = 0
+    dampening: float = 0
+    weight_decay: float | Tensor = 0
+    nesterov: bool = False
+    foreach: bool | None = keyword(default=None)
+    differentiable: bool = keyword(default=False)
+    fused: bool | None = keyword(default=None)
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        max_grad_norm: float | Tensor | None = None,
-        norm_type: float = 2.0,
-        norm_group: Any = None,
-        skip_nonfinite: bool = False,
-        ema_decay: float | Tensor | None = None,
-        statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
-        engine: str | None = None,
-    ) -> None:
-        check_sgd(lr, momentum, dampening, weight_decay, nesterov)
-        super().__init__(locals())
+    rules: ClassVar = (MOMENTUM, PLAIN_SGD)
+
+    def check_arguments(self, arguments: dict[str, Any]) -> None:
+        check_sgd(arguments)
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return _MOMENTUM if group["momentum"] != 0 else _SGD
+        return MOMENTUM if group["momentum"] != 0 else PLAIN_SGD
 
 
-class _AdamFamily(Optimizer):
-    """What Adam and AdamW share: everything but the default way to decay weights."""
-
-    options = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
-    switches = ("amsgrad",)
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        check_adam(**{name: arguments[name] for name in ("lr", "betas", "eps", "weight_decay")})
-        check_tensors_allowed(arguments)
-        super().__init__({**arguments, "betas": tuple(map(_to_scalar, arguments["betas"]))})
-
-    def rule(self, group: dict[str, Any]) -> Rule:
-        return AMSGRAD if group["amsgrad"] else ADAM
-
-
-class Adam(_AdamFamily):
+class Adam(Optimizer):
     r"""Adam; a drop-in for `torch.optim.Adam`.
 
     .. math::
@@ -159,34 +125,29 @@ class Adam(_AdamFamily):
     Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        max_grad_norm: float | Tensor | None = None,
-        norm_type: float = 2.0,
-        norm_group: Any = None,
-        skip_nonfinite: bool = False,
-        ema_decay: float | Tensor | None = None,
-        statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
-        engine: str | None = None,
-    ) -> None:
-        super().__init__(locals())
+    lr: float | Tensor = 1e-3
+    betas: tuple[float | Tensor, float | Tensor] = pair("beta1", "beta2", default=(0.9, 0.999))
+    eps: float = 1e-8
+    weight_decay: float = 0
+    amsgrad: bool = False
+    foreach: bool | None = keyword(default=None)
+    capturable: bool = keyword(default=False)
+    differentiable: bool = keyword(default=False)
+    fused: bool | None = keyword(default=None)
+    decoupled_weight_decay: bool = keyword(default=False)
+
+    rules: ClassVar = (ADAM, AMSGRAD)
+
+    def check_arguments(self, arguments: dict[str, Any]) -> None:
+        check_adam(*(arguments[name] for name in ("lr", "betas", "eps", "weight_decay")))
+        check_tensors_allowed(arguments)
+        arguments["betas"] = tuple(map(_to_scalar, arguments["betas"]))
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return AMSGRAD if group["amsgrad"] else ADAM
 
 
-class AdamW(_AdamFamily):
+class AdamW(Adam):
     r"""Adam with decoupled weight decay; a drop-in for `torch.optim.AdamW`.
 
     .. math::
@@ -215,32 +176,8 @@ class AdamW(_AdamFamily):
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
 
-    fixed: ClassVar = {"decoupled_weight_decay": True}
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        max_grad_norm: float | Tensor | None = None,
-        norm_type: float = 2.0,
-        norm_group: Any = None,
-        skip_nonfinite: bool = False,
-        ema_decay: float | Tensor | None = None,
-        statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
-        engine: str | None = None,
-    ) -> None:
-        super().__init__(locals())
+    weight_decay: float = 1e-2
+    decoupled_weight_decay: bool = fixed(default=True)
 
 
 class BertAdam(Optimizer):
@@ -292,42 +229,26 @@ class BertAdam(Optimizer):
     Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers, NAACL 2019.
     """
 
-    options = ("lr", "warmup", "t_total", "schedule", "b1", "b2", "e", "weight_decay")
-    words: ClassVar = {"schedule": _scalars.SCHEDULES}
+    lr: float | Tensor = 1e-3
+    warmup: float = -1
+    t_total: float = -1
+    schedule: str = "warmup_linear"
+    b1: float = 0.9
+    b2: float = 0.999
+    e: float = 1e-6
+    weight_decay: float = 0.01
+    max_grad_norm: float | Tensor | None = 1.0
+    clip_scope: str = for_all(default="tensor")
+    fused: bool | None = keyword(default=None)
+
+    rules: ClassVar = (BERT_ADAM,)
+    words: ClassVar = {"schedule": SCHEDULES}
     # NVIDIA's class
     aliases: ClassVar = {"next_m": "exp_avg", "next_v": "exp_avg_sq"}
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        warmup: float = -1,
-        t_total: float = -1,
-        schedule: str = "warmup_linear",
-        b1: float = 0.9,
-        b2: float = 0.999,
-        e: float = 1e-6,
-        weight_decay: float = 0.01,
-        max_grad_norm: float | Tensor | None = 1.0,
-        *,
-        clip_scope: str = "tensor",
-        maximize: bool = False,
-        norm_type: float = 2.0,
-        norm_group: Any = None,
-        skip_nonfinite: bool = False,
-        ema_decay: float | Tensor | None = None,
-        statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
-        engine: str | None = None,
-    ) -> None:
-        super().__init__(locals())
 
     def check(self, options: dict[str, Any]) -> None:
         check_adam(options["lr"], (options["b1"], options["b2"]), options["e"], options["weight_decay"])
         check_schedule(options["schedule"], options["warmup"], options["t_total"])
-
-    def rule(self, group: dict[str, Any]) -> Rule:
-        return _BERT_ADAM
 
 
 class Lamb(Optimizer):
@@ -367,47 +288,21 @@ class Lamb(Optimizer):
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020.
     """
 
-    options = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "bias_correction",
-        "grad_averaging",
-        "always_adapt",
-        "trust_bounds",
-        "max_weight_norm",
-    )
-    clip_eps = 0.0
+    lr: float | Tensor = 1e-3
+    betas: tuple[float | Tensor, float | Tensor] = pair("beta1", "beta2", default=(0.9, 0.999))
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    max_grad_norm: float | Tensor | None = keyword(default=1.0)
+    trust_bounds: tuple[float, float] = pair("lowest", "highest", default=(0.0, float("inf")), kw_only=True)
+    max_weight_norm: float = keyword(default=float("inf"))
+    always_adapt: bool = keyword(default=False)
+    fused: bool | None = keyword(default=None)
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        bias_correction: bool = True,
-        grad_averaging: bool = True,
-        *,
-        max_grad_norm: float | Tensor | None = 1.0,
-        trust_bounds: tuple[float, float] = (0.0, float("inf")),
-        max_weight_norm: float = float("inf"),
-        always_adapt: bool = False,
-        maximize: bool = False,
-        norm_type: float = 2.0,
-        norm_group: Any = None,
-        skip_nonfinite: bool = False,
-        ema_decay: float | Tensor | None = None,
-        statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
-        engine: str | None = None,
-    ) -> None:
-        super().__init__(locals())
+    rules: ClassVar = (LAMB,)
+    clip_eps = 0.0
 
     def check(self, options: dict[str, Any]) -> None:
         check_adam(options["lr"], options["betas"], options["eps"], options["weight_decay"])
         check_trust(options["trust_bounds"], options["max_weight_norm"])
-
-    def rule(self, group: dict[str, Any]) -> Rule:
-        return LAMB

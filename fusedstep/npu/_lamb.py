@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._arguments import check_adam
-from .._passes import Rule
-from .._rules import where
-from .._scalars import lamb
-from ..optimizers import LAMB
+from .._algorithm.language import where
+from .._algorithm.program import make_rule
+from .._algorithm.rules import LAMB, lamb
+from .._torch.arguments import check_adam, pair
 from ._optimizers import FusedOptimizer
 
 
-def _lamb(step, lr, beta1, beta2, eps, weight_decay, adam, weights, updates):
-    """Of Lamb's scalars: no bias correction, averaged gradients, every tensor adapted, norms up to 10."""
-    # the smallest and the largest trust ratio: both 1 with `adam`; without, as good as no bounds
-    smallest, largest = adam, where(adam != 0, adam, 1e38)
+def npu_lamb(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, adam):
     return lamb(
-        step, lr, beta1, beta2, eps, weight_decay, 0.0, 1.0, 1.0, smallest, largest, 10.0, weights, updates
+        p,
+        g,
+        m,
+        v,
+        step=step,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        bias_correction=0.0,
+        grad_averaging=1.0,
+        always_adapt=1.0,
+        # both 1 with `adam`; without, as good as no bounds
+        lowest=adam,
+        highest=where(adam != 0, adam, 1e38),
+        max_weight_norm=10.0,
     )
 
 
-_LAMB = LAMB._replace(scalars=_lamb)
+_NPU_LAMB = make_rule(npu_lamb, dict(LAMB.states))
 
 
 class NpuFusedLamb(FusedOptimizer):
@@ -64,8 +76,14 @@ class NpuFusedLamb(FusedOptimizer):
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020.
     """
 
-    options = ("lr", "betas", "eps", "weight_decay", "adam")
-    switches = ("use_global_grad_norm",)
+    lr: float | Tensor = 1e-3
+    betas: tuple[float | Tensor, float | Tensor] = pair("beta1", "beta2", default=(0.9, 0.999))
+    eps: float = 1e-6
+    weight_decay: float = 0
+    adam: bool = False
+    use_global_grad_norm: bool = False
+
+    rules: ClassVar = (_NPU_LAMB,)
     clip_eps = 0.0
 
     def __init__(
@@ -81,13 +99,12 @@ class NpuFusedLamb(FusedOptimizer):
         state_dtype: torch.dtype | None = None,
         engine: str | None = None,
     ) -> None:
-        super().__init__({**locals(), "adam": bool(adam), "maximize": False})
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": bool(adam)}
+        own |= {"use_global_grad_norm": use_global_grad_norm, "maximize": False}
+        self._setup(params, **own, state_dtype=state_dtype, engine=engine)
 
     def check(self, options: dict[str, Any]) -> None:
         check_adam(options["lr"], options["betas"], options["eps"], options["weight_decay"])
-
-    def rule(self, group: dict[str, Any]) -> Rule:
-        return _LAMB
 
     def limit(self, group: dict[str, Any]) -> float | None:
         return 1.0 if group["use_global_grad_norm"] else None

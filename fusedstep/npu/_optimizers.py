@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import functional
-from .._optimizer import Optimizer
+from .._torch.optimizer import Optimizer
 from ..optimizers import SGD, Adam, AdamW, BertAdam
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
-from ._arguments import arguments_of, check_flags
-from ._entry import state_dtype_for
+from .._memory.row import state_dtype_for
+from .arguments import check_flags
 
 _WAYS = ("foreach", "capturable", "differentiable", "fused")
 _TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
@@ -38,9 +38,9 @@ def loadable(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def _complete(optimizer: Any, saved: dict[str, Any], group: dict[str, Any]) -> None:
     """Give a saved group what it lacks, or raise if that is what no other optimizer can tell."""
     check_flags(saved)
-    arguments = arguments_of(type(optimizer))
+    arguments = optimizer.arguments
     # what takes a keyword is ours alone, and torch's flags came later than its classes
-    optional = {name for name, a in arguments.items() if a.kind == a.KEYWORD_ONLY}.union(_TORCH_FLAGS)
+    optional = {name for name, a in arguments.items() if a.kw_only}.union(_TORCH_FLAGS)
     missing = [name for name in optimizer.options if name not in saved and name not in optional]
     if missing:
         raise ValueError(
@@ -70,7 +70,8 @@ def unpack(states: dict[Any, Any], state_dtype: torch.dtype | None) -> None:
     for p, values in states.items():
         if isinstance(values, dict):
             for name, value in values.items():
-                if isinstance(value, _Box) or name == "step":
+                # what was in none came with a whole optimizer, perhaps in memory that processes share
+                if isinstance(value, _Box) or (name == "step" and not isinstance(value, Tensor)):
                     values[name] = _loaded(p, name, value, state_dtype)
 
 
@@ -80,7 +81,9 @@ def _loaded(p: Any, name: str, value: Any, state_dtype: torch.dtype | None) -> A
     if not isinstance(p, Tensor):  # a state that belongs to no parameter is kept as it is
         return value
     if name == "step":
+        # on the host, whatever the default device is; the plan moves it
+        count = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         # a copy: the dict may be another optimizer's, still counting
-        return torch.as_tensor(value, dtype=_get_scalar_dtype()).detach().clone()
+        return count.detach().to(_get_scalar_dtype(), copy=True)
     dtype = state_dtype_for(p, name, state_dtype)
     return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from .engines import FOLDS
+from .._engines import to_device
 
 
 def is_distributed(t: Any) -> bool:
@@ -79,6 +79,13 @@ def is_flat(p: Tensor) -> bool:
     return getattr(p, "_fsdp_flattened", False)
 
 
+def on_several_meshes(params: Iterable[Any]) -> bool:
+    """Whether a rank's neighbours are not the same for all of these parameters."""
+    meshes = (p.device_mesh for p in params if is_distributed(p))
+    first = next(meshes, None)
+    return any(mesh != first for mesh in meshes)
+
+
 def check_sums(p: Any, owner: str, joined: bool) -> None:
     """Raise where this rank cannot have sums over a whole tensor, or those that are `joined` with others."""
     if is_flat(p):
@@ -125,8 +132,8 @@ class Ranks(NamedTuple):
     device: torch.device
 
 
-class Spread(NamedTuple):
-    """Which rows of a table are spread over ranks."""
+class ReduceGroup(NamedTuple):
+    """Ranks that hold parts of the same tensors, and which rows of a table those are."""
 
     ranks: Ranks
     # in the same order on all ranks; None if that is just all of them
@@ -142,7 +149,7 @@ def _ranks(p: Any, dim: int) -> Ranks:
     return Ranks(p.device_mesh.get_group(dim), torch.device(p.device_mesh.device_type))
 
 
-def spreads(params: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[Spread]:
+def reduce_groups(params: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[ReduceGroup]:
     """Of a table with these parameters in these rows, in an order that is the same on all ranks."""
     found: dict[Ranks, list[int]] = {}
     for p, row in zip(params, rows, strict=True):
@@ -151,12 +158,12 @@ def spreads(params: Sequence[Any], rows: Sequence[int], device: torch.device) ->
                 found.setdefault(_ranks(p, dim), []).append(row)
     everything = [*range(len(rows))]
     return [
-        Spread(ranks, None if spread == everything else torch.tensor(spread).to(device))
-        for ranks, spread in found.items()
+        ReduceGroup(ranks, None if members == everything else torch.tensor(members, device="cpu").to(device))
+        for ranks, members in found.items()
     ]
 
 
-def holders(params: Sequence[Any]) -> list[Ranks]:
+def owner_groups(params: Sequence[Any]) -> list[Ranks]:
     """All that hold parts or copies of these parameters, in the same order on all ranks."""
     held = [p for p in params if is_distributed(p) and _is_member(p)]
     return [*dict.fromkeys(_ranks(p, dim) for p in held for dim in range(p.device_mesh.ndim))]
@@ -173,31 +180,26 @@ def ranks_of(group: Any) -> Ranks:
     return Ranks(group, group.bound_device_id or torch.device(accelerator.type, index))
 
 
-def moved(t: Tensor, device: torch.device) -> Tensor:
-    # what comes to the host must have arrived before it is read there
-    return t.to(device, non_blocking=device.type != "cpu")
-
-
 def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
-    if kind == "+":
+    if kind == "sum":
         torch.distributed.all_reduce(sums, group=group)
     else:
-        # what is no number is no larger than others: tell it apart
+        # NaN is not larger than other numbers: it is told apart
         both = torch.stack((sums.nan_to_num(nan=0.0, posinf=torch.inf), sums.isnan().to(sums.dtype)))
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
         sums.copy_(torch.where(both[1] != 0, torch.nan, both[0]))
 
 
 @functools.cache
-def _runs(kinds: str) -> list[tuple[str, slice]]:
-    """Sums of a kind that follow each other, which are told at once."""
+def _runs(kinds: tuple[str, ...]) -> list[tuple[str, slice]]:
+    """Sums of a kind that follow each other, which take one collective."""
     runs = ((kind, [*places]) for kind, places in groupby(range(len(kinds)), key=kinds.__getitem__))
     return [(kind, slice(places[0], places[-1] + 1)) for kind, places in runs]
 
 
-def _joined(sums: Tensor, kinds: str, ranks: Ranks) -> Tensor:
-    """Sums over all ranks, where these talk: in place, if that is here."""
-    there = sums if sums.device.type == ranks.device.type else moved(sums, ranks.device)
+def _reduced(sums: Tensor, kinds: tuple[str, ...], ranks: Ranks) -> Tensor:
+    """Sums over all ranks, on the device where these talk: in place, if that is here."""
+    there = sums if sums.device.type == ranks.device.type else to_device(sums, ranks.device)
     runs = _runs(kinds)
     for kind, run in runs:
         # not sliced where that is all: it takes the host as long as a launch
@@ -205,31 +207,33 @@ def _joined(sums: Tensor, kinds: str, ranks: Ranks) -> Tensor:
     return there
 
 
-def add_up(sums: Tensor, kinds: str, spread: Spread) -> None:
+def all_reduce_rows_(sums: Tensor, kinds: tuple[str, ...], group: ReduceGroup) -> None:
     """Make sums over the parts that are here those over all ranks that hold parts."""
-    joined = _joined(sums if spread.rows is None else sums[:, spread.rows], kinds, spread.ranks)
-    if spread.rows is not None:
-        sums[:, spread.rows] = moved(joined, sums.device)
-    elif joined is not sums:
-        sums.copy_(moved(joined, sums.device))
+    reduced = _reduced(sums if group.rows is None else sums[:, group.rows], kinds, group.ranks)
+    if group.rows is not None:
+        sums[:, group.rows] = to_device(reduced, sums.device)
+    elif reduced is not sums:
+        sums.copy_(to_device(reduced, sums.device))
 
 
-def total(sums: Sequence[Tensor], kinds: str, ranks: Ranks) -> Tensor:
+_FOLDS = {"sum": torch.sum, "max": torch.amax}
+
+
+def reduce_to_column(sums: Sequence[Tensor], kinds: tuple[str, ...], ranks: Ranks) -> Tensor:
     """Of everything that this and all other ranks have summed: one column."""
     # this rank may have nothing
     like = sums[0] if sums else torch.zeros(0, dtype=torch.float64, device=ranks.device)
     ours = torch.cat([like.new_zeros(len(kinds), 1), *(t.to(like.device) for t in sums)], 1)
-    folded = torch.stack([FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)]).unsqueeze(1)
-    return _joined(folded, kinds, ranks)
+    folded = torch.stack([_FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)]).unsqueeze(1)
+    return _reduced(folded, kinds, ranks)
 
 
-def agree(found_inf: Tensor, everyone: Sequence[Ranks]) -> Tensor:
-    """Whether any of these ranks has found infinities."""
-    if not everyone:
+def any_rank_found_inf(found_inf: Tensor, groups: Sequence[Ranks]) -> Tensor:
+    if not groups:
         return found_inf
     found = local(found_inf).clone().reshape(1, 1)
-    for ranks in everyone:
-        found = _joined(found, "^", ranks)
+    for ranks in groups:
+        found = _reduced(found, ("max",), ranks)
     return found.reshape(())
 
 
@@ -259,12 +263,12 @@ def check_counted_once(group: Any, params: Sequence[Any], owner: str) -> None:
             )
 
 
-class Kept(NamedTuple):
+class UnpicklableGroup(NamedTuple):
     """A process group in a copy of an optimizer: the same one. It cannot leave the process."""
 
     group: Any
 
-    def __deepcopy__(self, memo: dict) -> Kept:
+    def __deepcopy__(self, memo: dict) -> UnpicklableGroup:
         return self
 
     def __reduce__(self) -> NoReturn:

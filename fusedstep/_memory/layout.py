@@ -49,3 +49,18 @@ def laid_like(t: Tensor, strides: Sequence[int]) -> Tensor:
 def real_numel(t: Tensor) -> int:
     """Real numbers in `t`: a complex element is two."""
     return t.numel() * 2 if t.is_complex() else t.numel()
+
+
+def overlaps_itself(t: Tensor) -> bool:
+    """Whether elements of `t` may share memory, as those of an expanded tensor do.
+
+    >>> overlaps_itself(torch.ones(1).expand(3)), overlaps_itself(torch.empty(4, 6)[:, :3].t())
+    (True, False)
+    """
+    extent = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return t.numel() > 0
+            extent += stride * (size - 1)
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -13,80 +14,115 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
-from . import engines
-from ._arguments import arguments_of, check_flags
-from ._capture import Capture, Group
-from ._checkpoint import loadable, unpack
-from ._entry import Settings
-from ._passes import EMA, Besides, Rule, norm_of
-from ._plan import Plan
-from ._shards import Kept, check_group, drop_gathered, is_flat, ranks_of
-from ._statistics import Statistics, collected
-from ._table import CLIP_SCOPES, Amp
+from .. import _engines
+from .._algorithm.program import EMA, NORM_TYPES, Rule, StepSpec
+from .._engines import Amp
+from .._memory.capture import Capture, Group
+from .._memory.plan import Plan, names_in
+from .._memory.row import Settings, Update
+from .._memory.shards import (
+    UnpicklableGroup,
+    check_group,
+    drop_gathered,
+    is_flat,
+    on_several_meshes,
+    ranks_of,
+)
+from .._memory.table import CLIP_SCOPES
+from .arguments import (
+    Argument,
+    Common,
+    as_skip,
+    as_state_dtype,
+    check_flags,
+    declared_arguments,
+    signature_of,
+    with_tuples,
+)
+from .checkpoint import loadable, unpack
+from .statistics import Statistics, collected
 
-# arguments that hold for all groups
-_WHOLE = {"norm_type", "norm_group", "skip_nonfinite", "statistics", "state_dtype", "engine", "clip_scope"}
-STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+COMMON_ARGUMENTS = declared_arguments(Common, {})
 
 
-class Optimizer(torch.optim.Optimizer):
-    """Base of all optimizers here; a subclass adds a signature, a rule and how that takes its options."""
+class Optimizer(Common, torch.optim.Optimizer):
+    """Base of all optimizers here; a subclass declares its arguments and its rules."""
 
-    # the group options its scalars are prepared from, in that order, and those that only choose the rule
-    options: ClassVar[tuple[str, ...]]
-    switches: ClassVar[tuple[str, ...]] = ()
+    # every rule that a group may have
+    rules: ClassVar[tuple[Rule, ...]]
     # the words that an option is one of, instead of a number; each counts as its position here
     words: ClassVar[dict[str, tuple[str, ...]]] = {}
     # added to a norm before the limit is divided by it, as torch's clip_grad_norm_ does
     clip_eps: ClassVar[float] = 1e-6
     # other names that checkpoints have for its states
     aliases: ClassVar[dict[str, str]] = {}
-    # options that make the class what it is, whatever a checkpoint says
-    fixed: ClassVar[dict[str, Any]] = {}
+
+    # made of these: all arguments; options of groups, those that rules take with the names of their scalars,
+    # and these names
+    arguments: ClassVar[dict[str, Argument]] = COMMON_ARGUMENTS
     all_options: ClassVar[tuple[str, ...]]
+    options: ClassVar[dict[str, tuple[str, ...]]]
+    scalar_options: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if hasattr(cls, "options"):
-            cls.all_options = ("max_grad_norm", "ema_decay", "maximize", *cls.options, *cls.switches)
+        inherited: dict[str, Argument] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited |= vars(base).get("arguments", {})
+        cls.arguments = declared_arguments(cls, inherited)
+        groups = {name: a for name, a in cls.arguments.items() if not a.for_all}
+        cls.all_options = (*groups,)
+        if not hasattr(cls, "rules"):
+            return
+        taken = {name for rule in cls.rules for name in rule.options}
+        cls.options = {name: a.scalars for name, a in groups.items() if taken.intersection(a.scalars)}
+        cls.scalar_options = tuple(name for scalars in cls.options.values() for name in scalars)
+        unknown = taken.difference(cls.scalar_options)
+        if unknown:
+            raise TypeError(
+                f"a rule of {cls.__name__} takes {sorted(unknown)}, and the class declares "
+                f"{sorted(n for a in groups.values() for n in a.scalars)}; declare an option of that name"
+            )
+        if "__init__" not in vars(cls):
+            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """With all arguments of a subclass: `params`, a few for the whole optimizer, and group options."""
-        defaults = {**arguments, **self.fixed}
-        for name in ("self", "__class__"):
-            defaults.pop(name, None)
-        params, state_dtype, engine = (defaults.pop(name) for name in ("params", "state_dtype", "engine"))
-        clip_scope, norm_type = defaults.pop("clip_scope", "global"), defaults.pop("norm_type", 2.0)
-        norm_group = defaults.pop("norm_group", None)
-        # set to True, a step is skipped if a gradient holds NaN or inf
-        self.skip_nonfinite = bool(defaults.pop("skip_nonfinite", False))
+    def _setup(self, params: Any, **defaults: Any) -> None:
+        """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
+        cls = type(self)
+        self.check_arguments(defaults)
+        defaults = with_tuples(defaults) | {n: a.default for n, a in cls.arguments.items() if a.fixed}
+        whole = {n: defaults.pop(n, a.default) for n, a in cls.arguments.items() if a.for_all}
+        # set to True, a step is skipped if a gradient holds NaN or inf; set to "raise", it raises
+        self.skip_nonfinite = as_skip(whole["skip_nonfinite"])
         # set to True, `statistics()` has something to tell
-        self.collect_statistics = bool(defaults.pop("statistics", False))
-        declared = arguments_of(type(self))
+        self.collect_statistics = bool(whole["statistics"])
         for name in ("max_grad_norm", "ema_decay"):
-            if defaults.get(name) is None and (name not in declared or declared[name].default is None):
+            if defaults.get(name) is None and cls.arguments[name].default is None:
                 # groups then read as torch's do
                 defaults.pop(name, None)
         self._check(defaults)
-        if state_dtype is not None and state_dtype not in STATE_DTYPES:
-            raise ValueError(f"Invalid state_dtype: {state_dtype}; use one of {STATE_DTYPES}, or None")
-        if engine is not None and engine not in engines.NAMES:
-            raise ValueError(f"Invalid engine: {engine!r}; use one of {engines.NAMES}, or None")
+        engine, clip_scope = whole["engine"], whole.get("clip_scope", "global")
+        if engine is not None and engine not in _engines.NAMES:
+            raise ValueError(f"Invalid engine: {engine!r}; use one of {_engines.NAMES}, or None")
         if clip_scope not in CLIP_SCOPES:
             raise ValueError(f"Invalid clip_scope: {clip_scope!r}; use one of {(*CLIP_SCOPES,)}")
-        norm_of(norm_type)
-        if norm_group is not None:
-            check_group(norm_group, clip_scope)
-        self.state_dtype, self.engine = state_dtype, engine
-        self.clip_scope, self.norm_type, self.norm_group = clip_scope, float(norm_type), norm_group
-        # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
-        self._step_supports_amp_scaling = True
+        if whole["norm_type"] not in NORM_TYPES:
+            raise ValueError(f"Invalid norm_type: {whole['norm_type']!r}; use one of {NORM_TYPES}")
+        if whole["norm_group"] is not None:
+            check_group(whole["norm_group"], clip_scope)
+        self.state_dtype, self.engine, self.clip_scope = as_state_dtype(whole["state_dtype"]), engine, clip_scope
+        self.norm_type, self.norm_group = float(whole["norm_type"]), whole["norm_group"]
+        # as torch has it: the constructor's word alone, whatever groups and checkpoints say
+        fused = defaults.get("fused")
+        self._unscales = None if fused is None else bool(fused)
+        self._is_flat = False
         # step counts of rules that do not save them
         self.unsaved_steps: dict[Tensor, Tensor] = {}
         # of the last step that came through
         self._status: Tensor | None = None
         self._forget()
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)
 
     def _forget(self) -> None:
         """Start as a new optimizer does, that has taken no step."""
@@ -96,17 +132,20 @@ class Optimizer(torch.optim.Optimizer):
 
     def rule(self, group: dict[str, Any]) -> Rule:
         """The rule that steps this group."""
-        raise NotImplementedError
+        return self.rules[0]
 
-    def kind(self, group: dict[str, Any]) -> tuple[Rule, bool]:
+    def update_of(self, group: dict[str, Any]) -> Update:
         """That rule, and whether the group's parameters are averaged."""
-        return self.rule(group), group.get("ema_decay") is not None
+        return Update(self.rule(group), group.get("ema_decay") is not None)
+
+    def check_arguments(self, arguments: dict[str, Any]) -> None:
+        """Raise where what a constructor is given makes no sense.
+
+        The classes that stand for torch's look at that, and as torch's not at the options of groups.
+        """
 
     def check(self, options: dict[str, Any]) -> None:
-        """Raise where options, of a group or of all, make no sense.
-
-        The classes that stand for torch's look at what their constructors are given, and as torch's at no more.
-        """
+        """Raise where options, of a group or of all, make no sense."""
 
     def _check(self, options: dict[str, Any]) -> None:
         limit, decay = options.get("max_grad_norm"), options.get("ema_decay")
@@ -131,13 +170,26 @@ class Optimizer(torch.optim.Optimizer):
         return group.get("max_grad_norm")
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's GradScaler: whether it leaves unscaling and skipping to step(). May be set."""
+        if self._unscales is not None:
+            return self._unscales
+        # a scaler that finds an infinity on one rank only would not call step() there, and the others would wait
+        params = (p for group in self.param_groups for p in group["params"])
+        return self.norm_group is not None or on_several_meshes(params)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._unscales = value
+
+    @property
     def settings(self) -> Settings:
         return Settings(
             owner=type(self).__name__,
             engine=self.engine,
             state_dtype=self.state_dtype,
             clip_scope=self.clip_scope,
-            others=None if self.norm_group is None else ranks_of(self.norm_group),
+            norm_ranks=None if self.norm_group is None else ranks_of(self.norm_group),
         )
 
     @staticmethod
@@ -173,37 +225,73 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         # a GradScaler sets these two around its call; ours leaves it to us to find out about the second
         amp = Amp.of(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        guards = self.skip_nonfinite or (amp.scale is not None and amp.found_inf is None)
-        clears = zero_grad and not set_to_none
-        besides = Besides(self.norm_type, guards=guards, clears=clears, reports=self.collect_statistics)
-        if clears:
+        finds_out = amp.scale is not None and amp.found_inf is None
+        # what a GradScaler finds is its own to skip
+        raises = self.skip_nonfinite == "raise" and amp.scale is None and amp.found_inf is None
+        spec = StepSpec(
+            norm_type=self.norm_type,
+            skip_nonfinite=bool(self.skip_nonfinite) or finds_out,
+            zero_grads=zero_grad and not set_to_none,
+            # torch's scaler is promised unscaled gradients, unless nobody will see them
+            unscale_grads=amp.scale is not None and not finds_out and not zero_grad,
+            collect_statistics=self.collect_statistics,
+        )
+        if spec.zero_grads:
             self._detach_grads()
-        captures = engines.is_capturing()
+        captures, traced = _engines.is_capturing(), _engines.is_traced()
+        if raises and (captures or traced):
+            raise RuntimeError(
+                'skip_nonfinite="raise" reads back what a step measures, which no graph can; use '
+                "skip_nonfinite=True, and look at optimizer.step_was_skipped"
+            )
+        if traced:
+            self._trace(spec, amp)
+        else:
+            self._take_step(spec, amp, captures, raises)
+        if zero_grad and set_to_none:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        return loss
+
+    def _take_step(self, spec: StepSpec, amp: Amp, captures: bool, raises: bool) -> None:
         if self._capture is not None and not captures:
-            self._capture.check(self, besides)
+            self._capture.check(self, spec)
         # kept only if the step comes through: after an exception the next one starts over; but not from a graph
         plan, self._plan = self._plan if self._capture is None else self._capture.plan, None
-        if plan is None or not plan.describes(self, besides):
+        if plan is None or not plan.refresh(self, spec):
             if captures:
                 raise RuntimeError(
                     "a CUDA graph can capture a step() only after one that was not captured, with the same "
                     "arguments, parameters and dtypes: take one, then capture"
                 )
-            plan = Plan(self, besides, self._status)
+            plan = Plan(self, spec, self._status, plan)
         if captures:
             plan.check_capturable(self)
-        plan.step(amp)
+        plan.step(amp, raises)
         self._plan, self._status = plan, plan.status
         if captures:
             self.release_graph()
             self._capture = Capture(plan, amp)
             for i, group in enumerate(self.param_groups):
                 self.param_groups[i] = Group(group, i, weakref.WeakMethod(self._option_changed))
-        if zero_grad and set_to_none:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad = None
-        return loss
+
+    def _trace(self, spec: StepSpec, amp: Amp) -> None:
+        """A step in operations that a trace records, on the very tensors that the state has."""
+        before = {p: {**values} for p, values in self.state.items()}
+        unsaved = {**self.unsaved_steps}
+        try:
+            # of this step alone: its tables belong to the trace
+            Plan(self, spec, None).step(amp)
+            for values, old in ((self.state[p], before[p]) for p in before):
+                _keep(values, old, "step")
+            for p in unsaved:
+                _keep(self.unsaved_steps, unsaved, p)
+        except BaseException:
+            self.unsaved_steps = unsaved
+            self.state.clear()
+            self.state.update(before)
+            raise
 
     @property
     def step_was_skipped(self) -> Tensor:
@@ -217,17 +305,17 @@ class Optimizer(torch.optim.Optimizer):
         >>> optimizer.step_was_skipped, optimizer.skipped_steps
         (tensor(True), tensor(1))
         """
-        return torch.tensor(False) if self._status is None else self._status[engines.SKIP] != 0
+        return torch.tensor(False, device="cpu") if self._status is None else self._status[_engines.SKIP] != 0
 
     @property
     def _found_nonfinite(self) -> Tensor | None:
         """The same for a GradScaler, as a number that it may add to; None if the step had no gradients."""
-        return self._plan.status[engines.FOUND] if self._plan is not None and self._plan.decides else None
+        return self._plan.status[_engines.FOUND] if self._plan is not None and self._plan.has_status else None
 
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped so far, as a tensor on their device."""
-        return torch.tensor(0) if self._status is None else self._status[engines.SKIPPED].long()
+        return torch.tensor(0, device="cpu") if self._status is None else self._status[_engines.SKIPPED].long()
 
     def statistics(self) -> Statistics:
         """What the last step measured, on the device: only reading it waits.
@@ -241,12 +329,13 @@ class Optimizer(torch.optim.Optimizer):
         >>> seen.grad_norm.item(), round(seen.clip_factor.item(), 4), round(seen.update_norm.item(), 4)
         (5.0, 0.2, 0.5)
         """
-        if self._plan is None or not self._plan.besides.reports or not self._plan.tables:
+        if self._plan is None or not self._plan.spec.collect_statistics or not self._plan.has_rows:
             raise RuntimeError(
                 "the last step has collected no statistics; construct with statistics=True, then step() with "
                 "gradients"
             )
-        return collected(self._plan.tables, [p for group in self.param_groups for p in group["params"]])
+        params = [p for group in self.param_groups for p in group["params"]]
+        return collected(self._plan.tables, params, names_in(self.param_groups))
 
     @contextlib.contextmanager
     def ema_parameters(self, *modules: torch.nn.Module) -> Iterator[None]:
@@ -297,7 +386,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _option_changed(self, i: int) -> None:
         """A replay does not ask for the options of groups: bring them to the device when they change."""
-        if self._capture is not None and not engines.is_capturing():
+        if self._capture is not None and not _engines.is_capturing():
             self._capture.plan.refresh_group(self, i)
 
     def release_graph(self) -> None:
@@ -310,16 +399,17 @@ class Optimizer(torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.refuse("add_param_group")
         if isinstance(param_group, dict):
-            for name in _WHOLE.intersection(param_group):
+            for name in param_group.keys() & {n for n, a in self.arguments.items() if a.for_all}:
                 raise ValueError(
                     f"{name} holds for the whole optimizer; pass it beside the groups, not in one, and to "
                     f"ZeroRedundancyOptimizer by functools.partial({type(self).__name__}, {name}=...)"
                 )
+            param_group.update(with_tuples(param_group))
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if any(map(is_flat, self.param_groups[-1]["params"])):
             # FSDP1's ShardedGradScaler has ranks agree on infinities only where it unscales gradients itself
-            self._step_supports_amp_scaling = False
+            self._is_flat, self._step_supports_amp_scaling = True, False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._refuse_averages("load_state_dict")
@@ -334,22 +424,48 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
-        ours += ["unsaved_steps", "_step_supports_amp_scaling"]
-        group = None if self.norm_group is None else Kept(self.norm_group)
+        ours += ["unsaved_steps", "_unscales", "_is_flat"]
+        group = None if self.norm_group is None else UnpicklableGroup(self.norm_group)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if isinstance(self.norm_group, Kept):
+        if isinstance(self.norm_group, UnpicklableGroup):
             self.norm_group = self.norm_group.group
         self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
+        if "differentiable" not in self.arguments:
+            # torch gives it to every optimizer; a group of ours would then not be what was loaded
+            self.defaults.pop("differentiable", None)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            group.update(self.fixed)
+            group.update({name: a.default for name, a in self.arguments.items() if a.fixed})
         unpack(self.state, self.state_dtype)
+
+
+def _constructor(cls: type[Optimizer]) -> Callable:
+    """`__init__` with the arguments that a class declares."""
+    signature = signature_of(cls.arguments, COMMON_ARGUMENTS)
+
+    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self._setup(**bound.arguments)
+
+    with_self = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+    __init__.__signature__ = inspect.Signature(with_self)  # type: ignore[attr-defined]
+    __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    return __init__
+
+
+@torch.no_grad()
+def _keep(values: Any, old: Any, key: Any) -> None:
+    """Have the count that was there hold what is there now."""
+    if isinstance(old.get(key), Tensor):
+        old[key].copy_(values[key].reshape(old[key].shape))
+        values[key] = old[key]
 
 
 @torch.no_grad()

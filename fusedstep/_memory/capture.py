@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from torch import Tensor
 
-from ._shards import local
-from .engines import is_capturing
+from .._engines import is_capturing
+from .shards import local
 
 if TYPE_CHECKING:
-    from ._passes import Besides
-    from ._plan import Plan
-    from ._table import Amp
+    from .._algorithm.program import StepSpec
+    from .._engines import Amp
+    from .plan import Plan
 
 
 _WHAT_TO_DO = (
@@ -30,25 +30,25 @@ class Capture:
 
     def __init__(self, plan: Plan, amp: Amp) -> None:
         self.plan = plan
-        self._rows = [table.host_rows.copy() for table in plan.tables]
-        entries = [entry for table in plan.tables for entry in table.entries]
+        self._cells = [table.host_cells.copy() for table in plan.tables]
+        rows = [row for table in plan.tables for row in table.rows if row.started]
         # by their memory, which nobody else may get
-        self._kept = amp, [[t.detach() for t in entry.here.values() if t is not None] for entry in entries]
+        self._kept = amp, [[t.detach() for t in row.local_tensors() if t is not None] for row in rows]
         self._hooks = [
             p.register_post_accumulate_grad_hook(_watching(weakref.ref(self), local(p.grad).data_ptr()))
-            for p in (entry.param for entry in entries)
+            for p in (row.param for row in rows)
             if p.grad is not None and p.requires_grad
         ]
 
-    def check(self, optimizer: Any, besides: Besides) -> None:
+    def check(self, optimizer: Any, spec: StepSpec) -> None:
         """Raise if a step would not do what the captured one does."""
-        if besides != self.plan.besides:
+        if spec != self.plan.spec:
             raise RuntimeError(
                 "a CUDA graph has captured step() with another zero_grad, skip_nonfinite, statistics or "
                 "GradScaler; call optimizer.release_graph() first, and do not replay the graph any more"
             )
-        rows = [table.host_rows for table in self.plan.tables]
-        if not self.plan.describes(optimizer, besides) or not all(map(np.array_equal, rows, self._rows)):
+        cells = [table.host_cells for table in self.plan.tables]
+        if not self.plan.refresh(optimizer, spec) or not all(map(np.array_equal, cells, self._cells)):
             raise RuntimeError(
                 "a CUDA graph has captured step(), and a parameter, gradient or state has moved since then; "
                 + _WHAT_TO_DO

@@ -1,0 +1,184 @@
+"""Who computes a step: three engines that run the same programs, and which one takes a parameter.
+
+An engine is a module with
+
+NAME                       as `engine=` takes it
+unavailable(device_type)   why it cannot run on this type of device; None if it can
+BY_ADDRESS                 whether it works on addresses (dense, plain tensors) or on tensors
+CHUNK                      if so, how many elements one unit of its work covers
+bind(table)                an `Executable`, with everything compiled: may raise, nothing has been written yet
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# as users name them, and their modules; a module `torch` would hide torch itself in this package
+_MODULES = {"torch": "foreach", "cpu": "cpu", "triton": "triton"}
+NAMES = (*_MODULES,)
+
+# columns of a table's rows; the addresses of parameter, gradient and states follow
+LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, FIRST_POINTER = range(6)
+# of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
+# the first again, for a GradScaler
+SKIP, SCALE, SKIPPED, FOUND = range(4)
+
+_DEFAULT = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
+
+_DTYPES = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+}
+
+
+class Amp(NamedTuple):
+    """What a GradScaler hands over: divide gradients by `scale`, skip the step where `found_inf` is not 0."""
+
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @staticmethod
+    def of(scale: Any, found_inf: Any) -> Amp:
+        """Of what may be numbers: torch hands over 0 where there were no gradients to look at."""
+        return Amp(_tensor(scale), _tensor(found_inf))
+
+    def to(self, device: torch.device) -> Amp:
+        if self.scale is None and self.found_inf is None:
+            return self
+        return Amp(*(t if t is None else to_device(t, device) for t in self))
+
+
+def _tensor(number: Any) -> Tensor | None:
+    if number is None or isinstance(number, Tensor):
+        return number
+    return torch.tensor(float(number), device="cpu")
+
+
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    # what comes to the host must have arrived before it is read there
+    return t.to(device, non_blocking=device.type != "cpu")
+
+
+class Executable(Protocol):
+    """A table's programs, compiled and bound to its memory."""
+
+    def prepare(self, k: int, amp: Amp) -> None:
+        """Compute the scalars that sweep `k` takes; the first time in a step, decide whether it is skipped."""
+
+    def sweep(self, k: int, skips: bool) -> None:
+        """Pass over every live row, in place, and leave sums in the table; without `skips` in any case."""
+
+
+class Engine(Protocol):
+    """What a module of this package offers."""
+
+    NAME: str
+    BY_ADDRESS: bool
+    CHUNK: int
+
+    def unavailable(self, device_type: str) -> str | None: ...
+
+    def bind(self, table: Any) -> Executable: ...
+
+
+def choose(roles: Sequence[Tensor], requested: str | None) -> Engine:
+    """The engine for a parameter, its gradient and states: the one asked for, or the best for its device."""
+    p = roles[0]
+    default = "torch" if is_watched() else _DEFAULT.get(p.device.type, "torch")
+    engine, problem = load(requested or default, p.device.type)
+    odd = next((t for t in roles if not is_plain(t)), None)
+    if problem is None and engine.BY_ADDRESS and is_watched() and (is_traced() or not is_plain(torch.empty(0))):
+        problem = "operations are traced, or a dispatch mode makes other tensors of them (make_fx, torch.export, "
+        problem += "FakeTensorMode, LocalTensorMode, ...)"
+    if problem is None and engine.BY_ADDRESS and odd is not None:
+        if requested is None:
+            return load("torch", p.device.type)[0]
+        problem = f"it takes plain float tensors, not a {type(odd).__name__} of {odd.dtype}"
+    if problem is None:
+        return engine
+    if requested is not None:
+        raise RuntimeError(
+            f"engine={requested!r} cannot step a parameter on {p.device}: {problem}. "
+            f"Leave engine=None to let fusedstep choose, or use engine='torch', which takes everything"
+        )
+    _warn_once(f"fusedstep falls back to plain tensor operations on {p.device.type}, slower: {problem}")
+    return load("torch", p.device.type)[0]
+
+
+@functools.cache
+def load(name: str, device_type: str) -> tuple[Any, str | None]:
+    """An engine, imported on first use, and why it cannot serve this type of device."""
+    try:
+        engine = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    except ImportError as error:
+        return None, f"it needs a package that cannot be imported ({error})"
+    return engine, engine.unavailable(device_type)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def is_plain(t: Tensor) -> bool:
+    """A tensor whose memory is what it seems: no wrapper (DTensor, FakeTensor, quantized), a dtype we load."""
+    return t.dtype in _DTYPES and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_watched() -> bool:
+    """Whether torch shows every operation to somebody: what is done by address would go unseen."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+_TRACERS = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+
+def is_traced() -> bool:
+    """Whether somebody also does something else with them: records them, or has tensors without numbers."""
+    return is_watched() and (
+        any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tensors cut into chunks of `size` elements: of every chunk its tensor, and its number within that.
+
+    >>> [x.tolist() for x in chunks(np.array([5, 0, 2]), 2)]
+    [[0, 0, 0, 2], [0, 1, 2, 0]]
+    """
+    starts = chunk_starts(numels, size)
+    counts = np.diff(starts)
+    return np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+
+
+def chunk_starts(numels: np.ndarray, size: int) -> np.ndarray:
+    """Of every tensor the number of its first chunk, and how many there are.
+
+    >>> chunk_starts(np.array([5, 0, 2]), 2).tolist()
+    [0, 3, 3, 4]
+    """
+    return np.concatenate(([0], np.cumsum(-(-numels // size)))).astype(np.int64)

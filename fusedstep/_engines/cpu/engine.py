@@ -1,0 +1,201 @@
+"""The cpu engine: sweeps over a table of addresses, and the threads that share them.
+
+Large tensors are cut into chunks and small ones packed, into ranges of about equal work that threads take one
+after the other; who takes which does not change a bit of the result. The threads are the OpenMP team that torch
+itself runs on, honouring `torch.get_num_threads()`: after a backward they are still awake, and threads of our
+own would fight them for the cores (measured: 4 ms a step). Where that team cannot be had (another compiler's
+OpenMP, a forked child), Python's threads do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..._algorithm.program import Scalars, Sweep
+from .. import FOUND, LIVE, NUMEL, SCALE, SKIP, SKIPPED, Amp, chunk_starts, chunks
+from .kernels import CHUNK, JOB, PREPARE_JOB, compile_prepare, compile_reduce, compile_sweep
+
+NAME = "cpu"
+BY_ADDRESS = True
+# elements that are worth a turn of a thread
+_RANGE = 1 << 19
+
+_compiling = threading.Lock()
+
+
+def unavailable(device_type: str) -> str | None:
+    return None if device_type == "cpu" else "the cpu engine takes parameters on the CPU"
+
+
+def bind(table: Any) -> Executable:
+    # one thread at a time: LLVM is not asked to be safe for more
+    with _compiling:
+        return Executable(table)
+
+
+class Executable:
+    """The programs of a table, compiled, and the jobs that tell them where its memory is."""
+
+    def __init__(self, table: Any) -> None:
+        self._table, self._status = table, table.status.numpy()
+        sweeps = range(max(len(bucket.program.sweeps) for bucket in table.buckets))
+        self._prepares = [[_Prepare(table, *run) for run in table.scalar_runs(k)] for k in sweeps]
+        self._sweeps = [[_Sweep(table, bucket, k) for bucket in table.buckets_with(k)] for k in sweeps]
+
+    def prepare(self, k: int, amp: Amp) -> None:
+        # what tells whether a step is taken lives on the host: reading it waits for nothing
+        scale = 1.0 if amp.scale is None else float(amp.scale)
+        found_inf = 0.0 if amp.found_inf is None else float(amp.found_inf)
+        skips = [prepare(scale, found_inf) for prepare in self._prepares[k] if prepare.decides] or None
+        for prepare in self._prepares[k]:
+            if not prepare.decides:
+                prepare(scale, found_inf)
+        if skips is not None:
+            skip, status = skips[0] != 0, self._status
+            status[SKIP], status[FOUND], status[SCALE] = skip, skip, scale
+            status[SKIPPED] += skip
+
+    def sweep(self, k: int, skips: bool) -> None:
+        if not skips or self._status[SKIP] == 0:
+            for sweep in self._sweeps[k]:
+                sweep()
+        else:
+            for bucket in self._table.buckets_with(k):
+                if bucket.program.sweeps[k].clears:
+                    torch._foreach_zero_(bucket.live_grads())
+
+
+class _Prepare:
+    """Scalars of consecutive rows that have them in common."""
+
+    def __init__(self, table: Any, scalars: Scalars, first_row: int, end_row: int) -> None:
+        self.decides = scalars.skip is not None
+        columns = tuple(table.option_columns[name] for kind, name in scalars.inputs if kind == "option")
+        dtypes = table.steps.dtype, table.scalars.dtype
+        self._kernel = compile_prepare(scalars, columns, table.counts and self.decides, *dtypes)
+        self._table, self._together = table, {kind for kind, _ in scalars.inputs if kind.endswith("_total")}
+        # views of what the table has; the two totals are filled before each call
+        self._measured, self._ids = (t.numpy() for t in table.shared)
+        self._clip_totals = np.zeros((len(self._measured), int(self._ids.max(initial=0)) + 1))
+        self._all_totals = np.zeros(len(self._measured))
+        arrays = [table.host_cells, table.steps.numpy(), table.options.numpy(), table.sums.numpy()]
+        arrays += [self._clip_totals, self._all_totals, table.scalars.numpy()]
+        self._keep = arrays
+        job = [array.ctypes.data for array in arrays]
+        job += [array.shape[1] for array in (arrays[0], arrays[2], arrays[3], arrays[4], arrays[6])]
+        self._job = np.array([*job, first_row, end_row], np.int64)
+        assert len(self._job) == len(PREPARE_JOB)
+        self._address = self._job.ctypes.data
+
+    def __call__(self, scale: float, found_inf: float) -> float:
+        """Returns what is not 0 if the step is to be skipped."""
+        if "clip_total" in self._together:
+            self._add_up_clip_groups()
+        if "all_total" in self._together:
+            self._measured.sum(axis=1, out=self._all_totals)
+        return self._kernel.call(self._address, scale, found_inf)
+
+    def _add_up_clip_groups(self) -> None:
+        kinds = self._table.shared_kinds
+        for kind, measured, totals in zip(kinds, self._measured, self._clip_totals, strict=True):
+            if kind == "sum":
+                totals[:] = np.bincount(self._ids, measured, len(totals))
+            else:
+                totals[:] = 0
+                np.maximum.at(totals, self._ids, measured)
+
+
+class _Sweep:
+    """A pass over the rows of a bucket: the kernel, its job, and the partial sums it leaves."""
+
+    def __init__(self, table: Any, bucket: Any, k: int) -> None:
+        sweep: Sweep = bucket.program.sweeps[k]
+        dtypes = tuple(format.dtype for format in bucket.formats)
+        rows, scalars = table.host_cells[bucket.first_row :], table.scalars.numpy()[bucket.first_row :]
+        self._kernel = compile_sweep(sweep, dtypes, table.scalars.dtype)
+        places, cuts = _ranges(bucket.numels)
+        self._firsts = chunk_starts(bucket.numels, CHUNK)
+        self._partials = np.zeros((self._firsts[-1], len(sweep.folds)))
+        arrays = cuts, places, rows, scalars, self._partials
+        job = [0, len(cuts) - 1, *(array.ctypes.data for array in arrays), rows.shape[1], scalars.shape[1]]
+        self._job = np.array(job, np.int64)
+        assert len(self._job) == len(JOB)
+        # jobs point to them
+        self._keep = arrays
+        self._reduce = None
+        if sweep.folds:
+            sums = table.sums.numpy()[sweep.first_fold :, bucket.first_row :]
+            kernel = compile_reduce(tuple(fold.kind for fold in sweep.folds), table.sums.dtype)
+            addresses = [array.ctypes.data for array in (self._partials, self._firsts, sums)]
+            self._reduce = functools.partial(
+                kernel.call, *addresses, len(bucket.numels), table.sums.shape[1]
+            )
+            self._keep += (sums,)
+
+    def __call__(self) -> None:
+        self._job[0] = 0
+        _run(self._kernel, self._job, min(torch.get_num_threads(), int(self._job[1])))
+        if self._reduce is not None:
+            self._reduce()
+
+
+def _ranges(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tensor, first element) of every chunk, and where to cut that list into ranges of about equal work."""
+    tensors, within = chunks(numels, CHUNK)
+    starts = within * CHUNK
+    sizes = np.minimum(numels[tensors] - starts, CHUNK)
+    ends = np.flatnonzero(np.diff(np.cumsum(sizes) // _RANGE, append=-1)) + 1
+    return np.stack((tensors, starts), 1).astype(np.int64), np.array([0, *ends], np.int64)
+
+
+def _run(kernel: Any, job: np.ndarray, threads: int) -> None:
+    """Let `threads` threads work on a job together."""
+    parallel = None if _forked else _openmp()
+    if threads <= 1:
+        kernel.call(job.ctypes.data)
+    elif parallel is not None:
+        parallel(kernel.address, job.ctypes.data, threads, 0)
+    else:
+        futures = [_pool().submit(kernel.call, job.ctypes.data) for _ in range(threads)]
+        for future in futures:
+            future.result()
+
+
+@functools.cache
+def _openmp() -> Any:
+    """GOMP_parallel of the OpenMP that torch is linked to; LLVM's and Intel's have it too."""
+    try:
+        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return parallel
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fusedstep")
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and OpenMP would wait for them forever."""
+    global _forked, _compiling
+    _forked, _compiling = True, threading.Lock()
+    _pool.cache_clear()
+
+
+_forked = False
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork either
+    os.register_at_fork(after_in_child=_after_fork)

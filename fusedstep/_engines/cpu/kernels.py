@@ -1,0 +1,193 @@
+"""The three kernels of the cpu engine, each compiled for a part of a program.
+
+    prepare   scalars of every row from its step count, options and sums
+    sweep     takes range after range of chunks, and updates their elements
+    reduce    the sums of every tensor from those of its chunks
+
+A kernel is told where everything is by an array of integers, its job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+from ..._algorithm.program import Scalars, Sweep
+from .. import FIRST_POINTER, GROUP, LIVE, CLIP_ID, NUMEL
+from . import emit
+from .emit import F64, FLOATS, I64, LANES, Compiled, Emitter
+
+# elements: a chunk fits the caches
+CHUNK = 1 << 16
+
+PREPARE_JOB = (
+    *("rows", "steps", "options", "sums", "clip_totals", "all_totals", "scalars"),
+    *("rows_width", "options_width", "sums_width", "clip_totals_width", "scalars_width"),
+    *("first_row", "end_row"),
+)
+JOB = ("next", "ranges", "cuts", "places", "rows", "scalars", "partials", "rows_width", "scalars_width")
+
+_VOID, _POINTER = ir.VoidType(), I64.as_pointer()
+
+
+class _Job:
+    """The fields of a job by name, and elements of the matrices it points to."""
+
+    def __init__(self, builder: ir.IRBuilder, names: tuple[str, ...]) -> None:
+        self.builder, self.array = builder, builder.function.args[0]
+        fields = [builder.load(builder.gep(self.array, [I64(i)])) for i in range(len(names))]
+        self.fields = dict(zip(names, fields, strict=True))
+
+    def __getitem__(self, name: str) -> ir.Value:
+        return self.fields[name]
+
+    def at(self, name: str, kind: ir.Type, row: Any, column: Any = None) -> ir.Value:
+        """Where an element of a vector, or of a matrix, is."""
+        b = self.builder
+        index = row
+        if column is not None:
+            index = b.add(b.mul(row, self[f"{name}_width"]), column if isinstance(column, ir.Value) else I64(column))
+        return b.gep(b.inttoptr(self[name], kind.as_pointer()), [index])
+
+    def load(self, name: str, kind: ir.Type, row: Any, column: Any = None) -> ir.Value:
+        return self.builder.load(self.at(name, kind, row, column))
+
+
+@functools.cache
+def compile_prepare(
+    scalars: Scalars, option_columns: tuple[int, ...], counts: bool, steps: torch.dtype, exact: torch.dtype
+) -> Compiled:
+    """prepare(job, scale, found_inf): returns what is not 0 if the step is to be skipped.
+
+    Computed in float64, also where the tables are float32.
+    """
+    b = emit.function("fusedstep_prepare", F64, [_POINTER, F64, F64])
+    job, (_, scale, found_inf) = _Job(b, PREPARE_JOB), b.function.args
+    number, count_type = FLOATS[exact], FLOATS[steps]
+    skip = emit.variable(b, F64)
+    b.store(F64(0.0), skip)
+
+    def widened(value: ir.Value) -> ir.Value:
+        return value if value.type == F64 else b.fpext(value, F64)
+
+    with emit.loop(b, job["first_row"], job["end_row"]) as t:
+        group, clip_id = (job.load("rows", I64, t, column) for column in (GROUP, CLIP_ID))
+        count = job.load("steps", count_type, t)
+        step = b.fadd(count, count_type(1.0)) if counts else count
+        columns = iter(option_columns)
+        values = []
+        for kind, which in scalars.inputs:
+            if kind == "step":
+                values.append(widened(step))
+            elif kind == "scale":
+                values.append(scale)
+            elif kind == "found_inf":
+                values.append(found_inf)
+            elif kind == "option":
+                values.append(widened(job.load("options", number, group, next(columns))))
+            elif kind == "fold":
+                values.append(widened(job.load("sums", number, I64(which), t)))
+            elif kind == "clip_total":
+                values.append(job.load("clip_totals", F64, I64(which), clip_id))
+            else:
+                values.append(job.load("all_totals", F64, I64(which)))
+        emitter = Emitter(b, F64, rounds_power=exact == torch.float32)
+        values = emitter.run(scalars.code, values)
+
+        def result(number_of: int | float) -> ir.Value:
+            return emitter.constant(number_of) if isinstance(number_of, float) else values[number_of]
+
+        for i, value in enumerate(map(result, scalars.columns)):
+            value = value if number == F64 else b.fptrunc(value, number)
+            b.store(value, job.at("scalars", number, t, scalars.first_column + i))
+        if scalars.skip is not None:
+            b.store(result(scalars.skip), skip)
+            if counts:
+                taken = b.fcmp_ordered("==", result(scalars.skip), F64(0.0))
+                live = b.icmp_signed("!=", job.load("rows", I64, t, LIVE), I64(0))
+                b.store(b.select(b.and_(taken, live), step, count), job.at("steps", count_type, t))
+    b.ret(b.load(skip))
+    return Compiled(b, ctypes.c_double, [ctypes.c_void_p, ctypes.c_double, ctypes.c_double])
+
+
+@functools.cache
+def compile_sweep(sweep: Sweep, dtypes: tuple[torch.dtype, ...], exact: torch.dtype) -> Compiled:
+    """sweep(job), in which threads take ranges until none is left."""
+    b = emit.function("fusedstep_sweep", _VOID, [_POINTER])
+    job = _Job(b, JOB)
+    again, turn, done = (b.function.append_basic_block(name) for name in ("again", "turn", "done"))
+    b.branch(again)
+    b.position_at_end(again)
+    taken = b.atomic_rmw("add", job.array, I64(1), "monotonic")
+    b.cbranch(b.icmp_signed("<", taken, job["ranges"]), turn, done)
+    b.position_at_end(turn)
+    first, last = job.load("cuts", I64, taken), job.load("cuts", I64, b.add(taken, I64(1)))
+    with emit.loop(b, first, last) as chunk:
+        _emit_chunk(b, job, chunk, sweep, dtypes, exact)
+    b.branch(again)
+    b.position_at_end(done)
+    b.ret_void()
+    return Compiled(b, None, [ctypes.c_void_p])
+
+
+def _emit_chunk(b: ir.IRBuilder, job: _Job, chunk: ir.Value, sweep: Sweep, dtypes: Any, exact: torch.dtype) -> None:
+    compute = F64 if torch.float64 in dtypes else emit.F32
+    place = b.mul(chunk, I64(2))
+    t, begin = job.load("places", I64, place), job.load("places", I64, b.add(place, I64(1)))
+    numel, most = job.load("rows", I64, t, NUMEL), b.add(begin, I64(CHUNK))
+    end = b.select(b.icmp_signed("<", most, numel), most, numel)
+    # a row without a gradient counts no elements
+    end = b.select(b.icmp_signed("<", end, begin), begin, end)
+    addresses = [job.load("rows", I64, t, FIRST_POINTER + k) for k in range(len(dtypes))]
+    scalars = []
+    for column in sweep.columns:
+        value = job.load("scalars", FLOATS[exact], t, column)
+        if value.type != compute:
+            value = (b.fptrunc if compute == emit.F32 else b.fpext)(value, compute)
+        scalars.append(emit.fill(b, value))
+    totals = [emit.variable(b, emit.wide(F64)) for _ in sweep.folds]
+    for total in totals:
+        b.store(ir.Constant(emit.wide(F64), None), total)
+
+    def sixteen(i: ir.Value, mask: Any) -> None:
+        values = [emit.load(b, addresses[k], i, dtypes[k], compute, mask) for k in sweep.loads]
+        values = Emitter(b, emit.wide(compute)).run(sweep.code, values + scalars)
+        for k, value in sweep.stores:
+            emit.store(b, addresses[k], i, dtypes[k], values[value], mask)
+        for total, (value, kind) in zip(totals, sweep.folds, strict=True):
+            b.store(emit.added(b, kind, b.load(total), values[value], mask), total)
+
+    full = b.add(begin, b.and_(b.sub(end, begin), I64(-LANES)))
+    with emit.loop(b, begin, full, LANES) as i:
+        sixteen(i, None)
+    with b.if_then(b.icmp_signed("<", full, end)):
+        sixteen(full, emit.below(b, b.sub(end, full)))
+    for k, (total, (_, kind)) in enumerate(zip(totals, sweep.folds, strict=True)):
+        at = b.add(b.mul(chunk, I64(len(totals))), I64(k))
+        b.store(emit.folded(b, kind, b.load(total)), job.at("partials", F64, at))
+
+
+@functools.cache
+def compile_reduce(kinds: tuple[str, ...], exact: torch.dtype) -> Compiled:
+    """reduce(partials, firsts, sums, count, width): chunks of a tensor one after the other."""
+    b = emit.function("fusedstep_reduce", _VOID, [F64.as_pointer(), _POINTER, FLOATS[exact].as_pointer(), I64, I64])
+    partials, firsts, sums, count, width = b.function.args
+    total = emit.variable(b, F64)
+    with emit.loop(b, I64(0), count) as t:
+        first, last = b.load(b.gep(firsts, [t])), b.load(b.gep(firsts, [b.add(t, I64(1))]))
+        for k, kind in enumerate(kinds):
+            b.store(F64(0.0), total)
+            with emit.loop(b, first, last) as chunk:
+                part = b.load(b.gep(partials, [b.add(b.mul(chunk, I64(len(kinds))), I64(k))]))
+                so_far = b.load(total)
+                b.store(emit.larger(b, so_far, part) if kind == "max" else b.fadd(so_far, part), total)
+            value = b.load(total)
+            value = value if exact == torch.float64 else b.fptrunc(value, FLOATS[exact])
+            b.store(value, b.gep(sums, [b.add(b.mul(width, I64(k)), t)]))
+    b.ret_void()
+    pointers = [ctypes.c_void_p] * 3
+    return Compiled(b, None, [*pointers, ctypes.c_int64, ctypes.c_int64])

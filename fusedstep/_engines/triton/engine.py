@@ -1,0 +1,224 @@
+"""The engine for GPUs: two launches of Triton kernels over a table of addresses, or a few more.
+
+Nothing is read back to the host, and nothing is asked twice: whatever a launch needs is bound when the table is
+built. The shape of a chunk was measured, not tuned at run time: an autotuner would run the update several
+times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ..._algorithm.program import Scalars
+from .. import Amp, chunk_starts, chunks, is_capturing
+from .kernels import INPUTS, fusedstep_prepare, fusedstep_reduce, fusedstep_sweep, probe
+from .source import scalars_function, sweep_function
+
+NAME = "triton"
+BY_ADDRESS = True
+# read once: every look at a knob of Triton's is a look at the environment
+_INTERPRET = triton.knobs.runtime.interpret
+# the best for every mix of dtypes on an H200: benchmarks/MEASURED.md
+_BLOCK, _TILES, _WARPS = 256, 4, 2
+CHUNK = _BLOCK * _TILES
+# tensors for which one program prepares scalars, and how many others it looks at together
+_ROWS, _OTHERS = 32, 256
+# chunks that a program adds up at once
+_ADDED, _ADDING_WARPS = 2048, 16
+
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+def unavailable(device_type: str) -> str | None:
+    if _INTERPRET:
+        return None
+    if device_type == "cpu":
+        return "Triton runs on CPU tensors only in its interpreter; set TRITON_INTERPRET=1 before importing it"
+    try:
+        probe[(1,)](torch.zeros(1, dtype=torch.int32, device=device_type))
+    except Exception as error:  # no compiler, no driver, an unknown device: Triton has no common error
+        return f"Triton cannot run a kernel there ({type(error).__name__}: {error})"
+    return None
+
+
+def bind(table: Any) -> Executable:
+    with _on(table.device):
+        return Executable(table)
+
+
+class Executable:
+    """The launches of a table's programs."""
+
+    def __init__(self, table: Any) -> None:
+        self._device = table.device
+        numels = np.concatenate([bucket.numels for bucket in table.buckets])
+        # of every chunk of the table its row, and its number within that
+        places = torch.from_numpy(np.stack(chunks(numels, CHUNK), 1).astype(np.int32)).to(table.device)
+        firsts = chunk_starts(numels, CHUNK)
+        self._prepares: list[list[_Launch]] = []
+        self._sweeps: list[list[_Launch]] = []
+        for k in range(table.sweep_count):
+            runs = [*table.scalar_runs(k)]
+            self._prepares.append([_prepare(table, *run, tells=i == 0) for i, run in enumerate(runs)])
+            self._sweeps.append([*_sweep(table, k, places, firsts)])
+
+    def prepare(self, k: int, amp: Amp) -> None:
+        given = () if amp.scale is None and amp.found_inf is None else amp
+        with _on(self._device):
+            for launch in self._prepares[k]:
+                launch(*given)
+
+    def sweep(self, k: int, skips: bool) -> None:
+        with _on(self._device):
+            for launch in self._sweeps[k]:
+                launch()
+
+
+def _prepare(table: Any, scalars: Scalars, first: int, end: int, tells: bool) -> _Launch:
+    """Scalars of consecutive rows that have them in common."""
+
+    def source(kind: str, which: Any) -> tuple[int, ...]:
+        is_max = kind == "clip_total" and table.shared_kinds[which] == "max"
+        place = table.option_columns[which] if kind == "option" else which
+        return INPUTS.index(kind), place if isinstance(place, int) else 0, int(is_max)
+
+    measured, clip_ids = table.shared
+    tables = table.cells, table.steps, table.options, table.sums, measured, clip_ids, table.scalars, table.status
+    numbers = first, end, len(table.rows), len(clip_ids)
+    decides = scalars.skip is not None
+    constants = {
+        "SCALARS": scalars_function(scalars, table.scalars.dtype == torch.float64),
+        "SOURCES": tuple(source(*at) for at in scalars.inputs),
+        "COLUMNS": len(scalars.columns),
+        "FIRST_COLUMN": scalars.first_column,
+        "DECIDES": decides,
+        "COUNTS": decides and table.counts,
+        "TELLS": tells,
+        "CELLS_WIDTH": table.cells.shape[1],
+        "OPTIONS_WIDTH": table.options.shape[1],
+        "SCALARS_WIDTH": table.scalars.shape[1],
+        "BLOCK": _ROWS,
+        "OTHERS": _OTHERS,
+    }
+    programs = triton.cdiv(end - first, _ROWS)
+    return _Launch(fusedstep_prepare, programs, (*tables, *numbers), 2, constants, {})
+
+
+def _sweep(table: Any, k: int, places: torch.Tensor, firsts: np.ndarray) -> Any:
+    """One launch per bucket, and one that adds up what they summed."""
+    first_fold, kinds = table.fold_kinds(k)
+    maxes = tuple(kind == "max" for kind in kinds)
+    # a chunk is small enough to be summed in what it is computed in
+    dtype = max((bucket.compute_dtype for bucket in table.buckets), key=lambda dtype: dtype.itemsize)
+    partials = torch.empty(len(places), len(kinds), dtype=dtype, device=table.device)
+    for bucket in table.buckets_with(k):
+        begin, end = (int(firsts[bucket.first_row + i]) for i in (0, len(bucket.rows)))
+        sweep = bucket.program.sweeps[k]
+        constants = {
+            "RULE": sweep_function(sweep, bucket.program.name, bucket.compute_dtype == torch.float64),
+            "LOADS": sweep.loads,
+            "STORES": tuple(slot for slot, _ in sweep.stores),
+            "COLUMNS": sweep.columns,
+            "MAXES": maxes,
+            # gradients are measured before that is decided
+            "SKIPS": k > 0 or not table.spec.measures_first,
+            "CLEARS": 1 if sweep.clears else None,
+            "DTYPES": tuple(_TYPES[format.dtype] for format in bucket.formats),
+            "COMPUTE": _TYPES[bucket.compute_dtype],
+            "CELLS_WIDTH": table.cells.shape[1],
+            "SCALARS_WIDTH": table.scalars.shape[1],
+            # every other sweep starts where the last one ended, with what is still in the cache
+            "BACKWARDS": (k + int(not table.spec.measures_first)) % 2 == 1,
+            "BLOCK": _BLOCK,
+            "TILES": _TILES,
+        }
+        tables = table.cells, table.scalars, table.status, places, partials, begin
+        options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+        yield _Launch(fusedstep_sweep, end - begin, tables, 0, constants, options)
+    if kinds:
+        sums = table.sums[first_fold : first_fold + len(kinds)]
+        added = partials, torch.from_numpy(firsts).to(table.device), sums, len(table.rows)
+        constants = {"MAXES": maxes, "BLOCK": _ADDED}
+        yield _Launch(fusedstep_reduce, len(table.rows), added, 0, constants, {"num_warps": _ADDING_WARPS})
+class _Launch:
+    """A kernel with its tables and constants, compiled once for each set of optional arguments."""
+
+    def __init__(
+        self, kernel: Any, programs: int, tables: tuple, optional: int, constants: dict, options: dict
+    ) -> None:
+        """`constants` in the order of the kernel's arguments."""
+        self._kernel, self._grid = kernel, (programs, 1, 1)
+        self._tables, self._constants, self._options = tables, tuple(constants.values()), options
+        # a tensor would be asked for its address at every launch, and the driver for that
+        self._addresses = tuple(map(_address, tables))
+        self._without = (None,) * optional
+        self._compiled: dict[tuple, Any] = {}
+        # compiled now, so that nothing can fail once something has been written
+        if not _INTERPRET:
+            arguments = *self._addresses, *self._without, *self._constants
+            self._bare = functools.partial(self._compile(self._without), *arguments)
+
+    def _compile(self, optional: tuple) -> Any:
+        args = (*self._tables, *optional, *self._constants)
+        compiled = self._kernel.warmup(*args, grid=self._grid, **self._options)
+        return _launcher(compiled, self._grid, self._tables[0].device.index)
+
+    def __call__(self, *optional: torch.Tensor | None) -> None:
+        """Launch with these optional arguments, or without any."""
+        if _INTERPRET:
+            arguments = *self._tables, *(optional or self._without), *self._constants
+            self._kernel[self._grid](*arguments, **self._options)
+        elif self._grid[0] and not optional:
+            self._bare()
+        elif self._grid[0]:
+            key = tuple([t if t is None else t.dtype for t in optional])
+            if key not in self._compiled:
+                if is_capturing():
+                    raise RuntimeError(
+                        "a CUDA graph can capture a step() with grad_scale or found_inf only after one with "
+                        "them that was not captured: take one, then capture"
+                    )
+                self._compiled[key] = self._compile(optional)
+            self._compiled[key](*self._addresses, *map(_address, optional), *self._constants)
+
+
+def _launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Any:
+    """Launches a compiled kernel as torch's compiler does: 5 us instead of the 21 of Triton's front door."""
+    run, stream = compiled.run, triton.runtime.driver.active.get_current_stream
+    fixed = compiled.function, compiled.packed_metadata, None, None, None
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    hooked = [getattr(hook, "calls", hook) for hook in hooks]
+    front_door = compiled[grid]
+
+    def launch(*args: Any) -> None:
+        if any(hooked):  # somebody wants to be told: a profiler
+            front_door(*args)
+        else:
+            run(*grid, stream(device), *fixed, *args)
+
+    return launch
+
+
+def _address(argument: Any) -> Any:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current device."""
+    if device.type == "cpu" or device.index in (None, torch.accelerator.current_device_index()):
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+

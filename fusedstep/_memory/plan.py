@@ -1,0 +1,315 @@
+"""Which tables an optimizer's step works on: built once, and brought up to date before every step.
+
+A gradient that goes or comes switches its row; what moved has its address written again; a parameter with its
+first gradient, a loaded state or a gradient of another layout has its own row made anew. Only what changes the
+set of rows or their programs builds new tables, and even these take over the rows that are still right.
+A plan keeps no gradient alive, and no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._algorithm.program import StepSpec
+from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_traced, is_watched, to_device
+from . import shards
+from .options import COMMON, GroupOptions, TensorOption, read_group
+from .row import Memory, Row, Settings, Update, make_row, program_of
+from .table import Bucket, Table, make_tables, new_status, step, upload
+
+_params = itemgetter("params")
+# how many parameters an error lists
+_MOST_NAMES = 8
+
+
+def names_in(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
+    """Of parameters that were given with their names, as `model.named_parameters()` does."""
+    named = (zip(group["params"], group.get("param_names", ()), strict=False) for group in groups)
+    return dict(chain.from_iterable(named))
+
+
+def _status(settings: Settings, previous: Tensor | None) -> Tensor:
+    """The status of an optimizer that has nothing to step."""
+    here = torch.device("cpu") if previous is None else previous.device
+    return new_status(here if settings.norm_ranks is None else settings.norm_ranks.device)
+
+
+class Plan:
+    """The tables of an optimizer, and whether they still describe it."""
+
+    # inference tensors cannot be written outside inference mode, so none is allocated here
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, optimizer: Any, spec: StepSpec, status: Tensor | None, old: Plan | None = None) -> None:
+        """`spec` without `clips`, which options tell; rows of an `old` plan are taken over if they can be."""
+        groups = optimizer.param_groups
+        self._names = names_in(groups)
+        memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
+        self._members = [[*members] for members in map(_params, groups)]
+        params = [*chain.from_iterable(self._members)]
+        if len(set(map(id, params))) != len(params):
+            raise ValueError(
+                f"{optimizer.settings.owner} was given a parameter twice and would update it twice at once; "
+                "pass every parameter once, for example list(dict.fromkeys(params))"
+            )
+        for gone in optimizer.unsaved_steps.keys() - set(params):
+            del optimizer.unsaved_steps[gone]
+        self.updates = [*map(optimizer.update_of, groups)]
+        self._options = [read_group(optimizer, i) for i in range(len(groups))]
+        self.spec, self._watched, self._norm_group = spec, is_watched(), optimizer.norm_group
+        self._settings = optimizer.settings._replace(spec=spec._replace(clips=self._clips()))
+        if self._norm_group is not None:
+            shards.check_counted_once(self._norm_group, params, self._settings.owner)
+        kept = {} if old is None or self._watched else old.rows_for(self._settings)
+        rows = [
+            self._row(p, i, kept.get(id(p)), memory)
+            for i, members in enumerate(self._members)
+            for p in members
+            if p.grad is not None or p.requires_grad
+        ]
+        # of those without gradient nothing is known where every operation is watched
+        rows = [row for row in rows if row.started or not self._watched]
+        # a frozen parameter has no row, and gets one with its first gradient
+        self._frozen = [p for p in params if p.grad is None and (self._watched or not p.requires_grad)]
+        names = [*COMMON, *optimizer.scalar_options]
+        self.tables = make_tables(rows, np.array([o.numbers for o in self._options]), names, self._settings)
+
+        # everything is allocated and compiled
+        statuses = [table.status for table in self.tables] or [_status(self._settings, status)]
+        self.status = statuses[0]
+        if status is not None:
+            for each in statuses:
+                each[SKIPPED] = to_device(status[SKIPPED], each.device)
+        for row in rows:
+            if row.started:
+                row.commit(memory)
+        self._copy_tensor_options()
+        self._states: list[dict] = []
+        if not self._refresh_rows(optimizer):
+            raise RuntimeError("a parameter changed while its step was prepared; is another thread at work?")
+
+    def _row(self, p: Tensor, group: int, kept: Row | None, memory: Memory) -> Row:
+        update = self.updates[group]
+        if kept is None or kept.update != update or kept.started != (p.grad is not None):
+            return make_row(p, update, group, memory, self._settings)
+        kept.group, kept.program = group, program_of(update, self._settings.spec, kept.formats)
+        return kept
+
+    def rows_for(self, settings: Settings) -> dict[int, Row]:
+        """Rows that a plan with these settings may take over, by the identity of their parameter."""
+        if settings._replace(spec=self._settings.spec) != self._settings or self._watched:
+            return {}
+        # what measures, counts or clears may ask more of a parameter than was asked before
+        if settings.spec != self._settings.spec and settings.spec.needs_sums:
+            return {}
+        return {id(row.param): row for table in self.tables for row in table.rows}
+
+    def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
+        """Bring everything up to date; False if another plan is needed."""
+        if spec != self.spec or is_watched() != self._watched or optimizer.norm_group is not self._norm_group:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            return (
+                self._has_members(optimizer.param_groups)
+                and self._refresh_options(optimizer)
+                and not any(p.grad is not None for p in self._frozen)
+                and self._refresh_rows(optimizer)
+            )
+
+    def _has_members(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups have the parameters they had."""
+        members = [*map(_params, groups)]
+        return [*map(len, members)] == [*map(len, self._members)] and all(
+            map(is_, chain.from_iterable(members), chain.from_iterable(self._members))
+        )
+
+    # rows
+
+    def _refresh_rows(self, optimizer: Any) -> bool:
+        if any(table.steps_have_moved() for table in self.tables):
+            return False
+        self._find_states(optimizer.state)
+        stale = [
+            (table, bucket, found)
+            for table in self.tables
+            for bucket in table.buckets
+            if (found := self._refresh_bucket(table, bucket))
+        ]
+        if not stale:
+            return True
+        memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
+        # all of them before anything is changed
+        made = [[self._make_again(bucket.rows[i], memory) for i in found] for _, bucket, found in stale]
+        for (table, bucket, found), rows in zip(stale, made, strict=True):
+            if not all(row.fits_in_place_of(bucket.rows[i]) for i, row in zip(found, rows, strict=True)):
+                return False
+        for (table, bucket, found), rows in zip(stale, made, strict=True):
+            for i, row in zip(found, rows, strict=True):
+                table.replace(bucket, i, row)
+                row.commit(memory)
+        self._find_states(optimizer.state)
+        return not any(self._refresh_bucket(table, bucket) for table, bucket, _ in stale)
+
+    def _refresh_bucket(self, table: Table, bucket: Bucket) -> list[int]:
+        """Rows that have to be made again."""
+        stale = bucket.switch_rows()
+        if not stale:
+            counted_elsewhere = bucket.rows_with_other_steps()
+            if counted_elsewhere:
+                table.adopt_steps(bucket, counted_elsewhere)
+            stale = bucket.refresh()
+        return stale
+
+    def _make_again(self, row: Row, memory: Memory) -> Row:
+        return make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
+
+    def _find_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Follow state dicts that were replaced."""
+        if len(state) == len(self._states) and all(map(is_, state.values(), self._states)):
+            return
+        for table in self.tables:
+            for row in table.rows:
+                found = state.get(row.param)
+                if found is not row.state and (found is not None or row.state):
+                    row.state = {} if found is None else found
+        self._states = [*state.values()]
+
+    # options
+
+    def _clips(self) -> bool:
+        """Whether any group has a limit for the norm of its gradients."""
+        return any(options.limit > 0 for options in self._options)
+
+    def _refresh_options(self, optimizer: Any) -> bool:
+        """Bring to the device what has changed in the groups' options; False if they need another plan."""
+        changed = [i for i, options in enumerate(self._options) if options.changed(optimizer.param_groups[i])]
+        if not changed:
+            return True
+        if any(optimizer.update_of(optimizer.param_groups[i]) != self.updates[i] for i in changed):
+            return False
+        before = [*self._options]
+        for i in changed:
+            self._options[i] = read_group(optimizer, i)
+        if self._clips() != self._settings.spec.clips:
+            self._options = before
+            return False
+        self._upload_options(before, changed)
+        return True
+
+    def refresh_group(self, optimizer: Any, i: int) -> None:
+        """The same for one group, between replays of a captured step."""
+        before, found = [*self._options], read_group(optimizer, i)
+        self._options[i] = found
+        if optimizer.update_of(optimizer.param_groups[i]) != self.updates[i] or (
+            self._clips() != self._settings.spec.clips
+        ):
+            self._options = before
+            raise RuntimeError(
+                "a CUDA graph has captured step(), and this option makes it another one; call "
+                "optimizer.release_graph() first, and capture anew afterwards"
+            )
+        if [*map(_place, found.tensors)] != [*map(_place, before[i].tensors)]:
+            self._options = before
+            raise RuntimeError(
+                "a CUDA graph has captured step(), and reads options that were tensors from them; fill them in "
+                "place instead of setting others, or call optimizer.release_graph() and capture anew"
+            )
+        self._upload_options(before, [i])
+
+    def _upload_options(self, before: list[GroupOptions], changed: list[int]) -> None:
+        """Copy to the device unless these were there already."""
+        if any(before[i].numbers != self._options[i].numbers for i in changed):
+            if is_capturing():
+                raise RuntimeError(
+                    "an option of a group has changed since the last step, and cannot be brought to the device "
+                    "while a CUDA graph is captured; take one more step() before, or change it afterwards: the "
+                    "graph need not be captured again for that"
+                )
+            numbers = np.array([options.numbers for options in self._options])
+            for table in self.tables:
+                upload(numbers, table.options)
+        self._copy_tensor_options()
+
+    def _copy_tensor_options(self) -> None:
+        """Options that live on a device stay there."""
+        for i, options in enumerate(self._options):
+            for column, value in options.tensors:
+                for table in self.tables:
+                    table.options[i, column].copy_(value, non_blocking=True)
+
+    def check_capturable(self, optimizer: Any) -> None:
+        """Raise where a replay would not do what a step does."""
+        if any(options.has_host_tensors for options in self._options):
+            raise RuntimeError(
+                "an option of a group is a tensor on the CPU, which a CUDA graph would not read again; use a "
+                "number, or a tensor on the device"
+            )
+        ranks = self._settings.norm_ranks
+        if ranks is not None and ranks.device.type == "cpu":
+            raise RuntimeError(
+                "the ranks of norm_group talk on the host, which a CUDA graph does not replay; use one that "
+                "talks on the device, such as torch.distributed.new_group(backend='nccl')"
+            )
+
+    # a step
+
+    def step(self, amp: Amp, raises: bool = False) -> None:
+        """Take a step; if it `raises`, not where a gradient holds NaN or inf, which waits for the device."""
+        found = step(self.tables, amp, self._settings, self._check_finite if raises else None)
+        for table in self.tables:
+            for bucket in table.buckets:
+                if table.engine.BY_ADDRESS:
+                    bucket.count_writes(self.spec)
+                bucket.tensors = []
+        if not self.tables:
+            # filled where they are: a number or tensor of the host that is assigned waits for the device
+            self.status[FOUND].zero_()
+            for number in found:
+                self.status[FOUND].add_(number)
+            self.status[SKIP] = self.status[FOUND] != 0
+            self.status[SKIPPED] += self.status[SKIP]
+
+    def _check_finite(self, measured: Sequence[Tensor]) -> None:
+        """Raise where gradients are not finite, here or on other ranks."""
+        found = []
+        for table in self.tables:
+            for bucket in table.buckets:
+                counts = table.sums[dict(bucket.program.fold_names)["nonfinite"]].tolist()
+                found += [self._called(bucket.rows[i]) for i in bucket.live if counts[bucket.first_row + i] != 0]
+        if not found and self._settings.norm_ranks is not None and any(float(t[1].sum()) for t in measured):
+            found = ["parameters of other ranks"]
+        if found:
+            more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+            raise FloatingPointError(
+                f"{self._settings.owner} found NaN or inf in the gradients of {', '.join(found[:_MOST_NAMES])}"
+                f"{more}, and has updated nothing; look for what made them, or use skip_nonfinite=True to skip "
+                "such steps"
+            )
+
+    def _called(self, row: Row) -> str:
+        """A parameter as a reader knows it: by its name, if it has one."""
+        if row.param in self._names:
+            return repr(self._names[row.param])
+        place = [*map(id, self._members[row.group])].index(id(row.param))
+        return f"parameter {place} of group {row.group}, shape {tuple(row.param.shape)}"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any parameter has ever had a gradient."""
+        return any(row.started for table in self.tables for row in table.rows)
+
+    @property
+    def has_status(self) -> bool:
+        """Whether there is anybody to decide whether a step is taken."""
+        return self.has_rows or self._norm_group is not None
+
+
+def _place(option: TensorOption) -> tuple[int, int]:
+    return option.column, option.value.data_ptr()

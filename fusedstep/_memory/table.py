@@ -1,0 +1,518 @@
+"""Tables of addresses, sizes, step counts and scalars: what an engine works on.
+
+    Table     what one engine steps on one device
+    Bucket    the rows of a table that share a program and formats: what one launch updates
+
+Before each sweep, scalars are computed from the step count, the options and what earlier sweeps summed over
+every tensor. Groups do not split buckets: options are columns of a table with one row per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _get_scalar_dtype
+
+from .._algorithm.program import Scalars, StepSpec
+from .._engines import (
+    CLIP_ID,
+    FIRST_POINTER,
+    FOUND,
+    GROUP,
+    LIVE,
+    NUMEL,
+    UNMASKED_NUMEL,
+    Amp,
+    Executable,
+    is_capturing,
+    is_traced,
+    to_device,
+)
+from . import shards, watch
+from .formats import compute_dtype
+from .layout import overlaps_itself
+from .row import Row, Settings
+
+_grad, _local_part = attrgetter("grad"), attrgetter("_local_tensor")
+
+
+class Bucket:
+    """The rows of a table that share a program and the format of every slot."""
+
+    def __init__(self, rows: list[Row], first_row: int, cells: np.ndarray) -> None:
+        self.rows, self.first_row, self.cells = rows, first_row, cells
+        self.program, self.formats, self.engine = rows[0].program, rows[0].formats, rows[0].engine
+        self.compute_dtype = compute_dtype(self.formats)
+        self.numels = np.array([row.numel for row in rows], np.int64)
+        self.params = [row.param for row in rows]
+        # which rows have a gradient, and which of these work on copies
+        self.live: list[int] = []
+        self.staged: list[Row] = []
+        # tensors of the live rows by slot, during a step of an engine that works on tensors
+        self.tensors: list[list[Tensor]] = []
+        self.cells_changed = True
+        self._state_names = [slot.name for slot in self.program.states]
+        self._has_explicit_grads = any(row.explicit_grad is not None for row in rows)
+        self._distributed = [*map(shards.is_distributed, self.params)]
+        # whether all tensors of the live rows are of the kinds they were, in one call
+        self._check_all: Callable[..., bool] | None = None
+        self._addresses: list[int] = []
+
+    @property
+    def live_rows(self) -> list[Row]:
+        return self.rows if len(self.live) == len(self.rows) else [self.rows[i] for i in self.live]
+
+    def replace(self, i: int, row: Row) -> None:
+        """Another row for the same parameter, in the same place."""
+        self.rows[i] = row
+        self._check_all, self._addresses = None, []
+
+    def switch_rows(self) -> list[int]:
+        """Switch on the rows that have a gradient, and the others off. Returns those that never had one."""
+        has_grad = self._grads()
+        live = [i for i, g in enumerate(has_grad) if g is not None]
+        if live != self.live:
+            self.live, self._check_all, self._addresses = live, None, []
+            self.cells[:, LIVE] = 0
+            self.cells[live, LIVE] = 1
+            self.cells[:, NUMEL] = np.where(self.cells[:, LIVE], self.numels, 0)
+            self.cells_changed = True
+        return [i for i in live if not self.rows[i].started]
+
+    def _grads(self) -> list[Any]:
+        return [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self.params)]
+
+    def rows_with_other_steps(self) -> list[int]:
+        """Rows that count in another tensor than their state has."""
+        if not self.program.saves_step:
+            return []
+        rows = self.live_rows
+        states = [row.state for row in rows]
+        try:
+            if all(map(is_, map(itemgetter("step"), states), [row.step for row in rows])):
+                return []
+        except KeyError:
+            pass
+        return [i for i in self.live if self.rows[i].state.get("step") is not self.rows[i].step]
+
+    def refresh(self) -> list[int]:
+        """Read again where everything is. Returns the rows that are not what they were made for, if any."""
+        rows = self.live_rows
+        try:
+            columns = self._columns(rows)
+        except KeyError:
+            return [i for i in self.live if not all(name in self.rows[i].state for name in self._state_names)]
+        if any(self._distributed):
+            others = columns[1:]
+            stale = [
+                i for at, i in enumerate(self.live)
+                if not all(shards.lies_alike(columns[0][at], column[at]) for column in others)
+            ]
+            if stale:
+                return stale
+            columns = [self._local_parts(column) for column in columns]
+        if self.program.saves_step:
+            columns.append([row.step for row in rows])
+        stale = self._rows_of_other_kinds(columns)
+        if stale:
+            return stale
+        self.staged = [row for row in rows if row.staged]
+        if self.engine.BY_ADDRESS:
+            self._read_addresses(columns[: len(self.program.slots)])
+        else:
+            self.tensors = columns[: len(self.program.slots)]
+        return []
+
+    def _columns(self, rows: list[Row]) -> list[list[Any]]:
+        """Parameters, gradients and states of these rows, in the order of the slots."""
+        states = [row.state for row in rows]
+        grads = self._grads()
+        if len(rows) == len(self.rows):
+            found = [self.params, grads]
+        else:
+            found = [[row.param for row in rows], [grads[i] for i in self.live]]
+        return [*found, *([*map(itemgetter(name), states)] for name in self._state_names)]
+
+    def _local_parts(self, column: list[Any]) -> list[Any]:
+        return [*map(_local_part, column)] if all(self._distributed) else [*map(shards.local, column)]
+
+    def _rows_of_other_kinds(self, columns: list[list[Any]]) -> list[int]:
+        if self._check_all is not None:
+            if self._check_all(*chain.from_iterable(columns)):
+                return []
+            self._check_all = None
+        rows, stale, is_new = self.live_rows, set(), False
+        for k, column in enumerate(columns):
+            for i, row, t in zip(self.live, rows, column, strict=True):
+                check = row.checks[k]
+                if check is None and isinstance(t, Tensor):
+                    row.checks[k], is_new = watch.check_of(t), True
+                elif check is None or not check(t):
+                    stale.add(i)
+        if not stale and not is_new and self.live:
+            # the same set again: from now on all in one call
+            self._check_all = watch.make_check([*chain.from_iterable(columns)])
+        return sorted(stale)
+
+    def _read_addresses(self, columns: list[list[Any]]) -> None:
+        addresses = [*map(watch.address, chain.from_iterable(columns))]
+        if addresses == self._addresses:
+            return
+        found = np.array(addresses, np.int64).reshape(len(columns), len(self.live))
+        for at, row in enumerate(self.live_rows if self.staged else ()):
+            for slot, copy in enumerate((row.param_copy, row.grad_copy)):
+                if copy is not None:
+                    found[slot, at] = copy.data_ptr()
+        self.write_addresses(found.T)
+        self._addresses = addresses
+
+    def write_addresses(self, addresses: np.ndarray) -> None:
+        # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
+        misaligned = np.bitwise_or.reduce(addresses, axis=1) & 15
+        rows: Any = slice(None) if len(self.live) == len(self.rows) else self.live
+        chunk = self.engine.CHUNK
+        self.cells[rows, UNMASKED_NUMEL] = np.where(misaligned, 0, self.numels[rows] // chunk * chunk)
+        self.cells[rows, FIRST_POINTER : FIRST_POINTER + addresses.shape[1]] = addresses
+        self.cells_changed = True
+
+    def count_writes(self, spec: StepSpec) -> None:
+        """Tell autograd that the parameters were written, and gradients if they were cleared."""
+        rows = self.live_rows
+        if rows:
+            torch.autograd.graph.increment_version([row.param for row in rows])
+        if rows and spec.zero_grads:
+            torch.autograd.graph.increment_version([row.grad for row in rows])
+
+
+    def release(self) -> None:
+        """Let go of all tensors; what is left are their addresses and how they are stored."""
+        self.params, self.tensors = [], []
+        for row in self.rows:
+            row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
+
+
+# pinned memory that graphs copy from at every replay. It is never freed: nothing tells when the last replay is
+# over, and memory that others write meanwhile would have it update whatever lies at their numbers
+_READ_BY_GRAPHS: list[Tensor] = []
+
+
+def new_status(device: torch.device) -> Tensor:
+    # numbers that a GradScaler can be given
+    return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
+
+
+class Table:
+    """Step counts, options, scalars, sums and addresses of what one engine steps on one device."""
+
+    executable: Executable
+
+    def __init__(
+        self, rows: list[Row], clip_ids: Sequence[int], options: np.ndarray, names: Sequence[str], settings: Settings
+    ) -> None:
+        self.engine, self.device, self.counts = rows[0].engine, rows[0].param.device, settings.counts
+        self.spec, self.option_columns = settings.spec, {name: i for i, name in enumerate(names)}
+        # programs in the order of the groups, which is the same on all ranks; equal ones are one object
+        numbers = {key: i for i, key in enumerate(dict.fromkeys(id(row.program) for row in rows))}
+        keys = {id(row): (numbers[id(row.program)], [*map(str, row.formats)]) for row in rows}
+        order = sorted(range(len(rows)), key=lambda i: keys[id(rows[i])])
+        self.rows = [rows[i] for i in order]
+        params, places = [row.param for row in rows], np.argsort(order).tolist()
+        self.reduce_groups = shards.reduce_groups(params, places, self.device)
+        self.owner_groups = shards.owner_groups(params)
+        width = FIRST_POINTER + max(len(row.formats) for row in rows)
+        self.host_cells = np.zeros((len(rows), width), np.int64)
+        self.host_cells[:, GROUP] = [row.group for row in self.rows]
+        self.clip_ids = np.array([clip_ids[i] for i in order], np.int64)
+        self.host_cells[:, CLIP_ID] = self.clip_ids
+        self.buckets: list[Bucket] = []
+        for _, same in groupby(self.rows, key=lambda row: keys[id(row)]):
+            members, first = [*same], sum(len(bucket.rows) for bucket in self.buckets)
+            self.buckets.append(Bucket(members, first, self.host_cells[first : first + len(members)]))
+        programs = [bucket.program for bucket in self.buckets]
+        self.sweep_count = max(len(program.sweeps) for program in programs)
+        # mps has no float64
+        exact = torch.float32 if self.device.type == "mps" else settings.exact
+        self.cells = from_host(self.host_cells, self.device)
+        # where the next graph that captures a step will find them
+        self._cells_to_capture: Tensor | None = None
+        columns, folds = max(p.column_count for p in programs), max(p.fold_count for p in programs)
+        self.scalars = torch.zeros(len(rows), columns, dtype=exact, device=self.device)
+        # of every sweep in turn, one row per sum
+        self.sums = torch.zeros(folds, len(rows), dtype=exact, device=self.device)
+        # what tables and ranks tell each other of their gradients, and how that is added up
+        self.shared_kinds = self.spec.shared_kinds
+        self.measured = self.sums[: len(self.shared_kinds)]
+        # what was measured of all gradients that may be clipped together, and who goes with whom
+        self.shared = self.measured, from_host(self.clip_ids, self.device)
+        self.status = new_status(self.device)
+        self.options = from_host(options, self.device, exact).clone()
+        self._make_steps()
+
+    def buckets_with(self, k: int) -> list[Bucket]:
+        """Those that have a sweep `k`."""
+        return [bucket for bucket in self.buckets if k < len(bucket.program.sweeps)]
+
+    def scalar_runs(self, k: int) -> Iterator[tuple[Scalars, int, int]]:
+        """Scalars that are computed before sweep `k`, and the first and last row that have them."""
+        for scalars, same in groupby(self.buckets_with(k), key=lambda bucket: bucket.program.sweeps[k].scalars):
+            run = [*same]
+            if scalars is not None:
+                yield scalars, run[0].first_row, run[-1].first_row + len(run[-1].rows)
+
+    def fold_kinds(self, k: int) -> tuple[int, tuple[str, ...]]:
+        """The first row of the sums that sweep `k` leaves, and how each is summed; alike for all buckets."""
+        found = {
+            (sweep.first_fold, tuple(fold.kind for fold in sweep.folds))
+            for sweep in (bucket.program.sweeps[k] for bucket in self.buckets_with(k))
+        }
+        if len(found) > 1:
+            raise NotImplementedError("programs whose sums differ cannot share a table")
+        return found.pop()
+
+    # step counts
+
+    def _make_steps(self) -> None:
+        """One vector of step counts, of which each row gets a view."""
+        counts = [row.step for row in self.rows]
+        self.steps = torch.zeros(len(counts), dtype=_get_scalar_dtype(), device=self.device)
+        # select, not unbind: a view that may itself be written in place
+        self._views = [self.steps[i] for i in range(len(counts))]
+        self._steps_address = self.steps.data_ptr() if self.engine.BY_ADDRESS else 0
+        # counts that other processes see too, by row
+        self._shared_steps: dict[int, Tensor] = {}
+        self._adopt(range(len(counts)), counts)
+
+    def _adopt(self, places: Sequence[int], counts: Sequence[Any]) -> None:
+        """Go on from these counts in these places of the vector."""
+        known = [i for i, count in zip(places, counts, strict=True) if _is_known(count)]
+        numbers = [float(count) for count in counts if _is_known(count)]
+        if len(known) == len(self._views):
+            upload(np.array(numbers), self.steps)
+        elif known:
+            self.steps[to_device(torch.tensor(known, device="cpu"), self.device)] = to_device(
+                torch.tensor(numbers, dtype=self.steps.dtype, device="cpu"), self.device
+            )
+        for i, count in zip(places, counts, strict=True):
+            self._shared_steps.pop(i, None)
+            if not _is_known(count):
+                self._views[i].copy_(count.reshape(()), non_blocking=True)
+            if _is_shared(count):
+                _check_shared(count, self.rows[i])
+                self._shared_steps[i] = count
+            self.rows[i].step = count if _is_shared(count) else self._views[i]
+
+    def adopt_steps(self, bucket: Bucket, rows: list[int]) -> None:
+        """Go on from the counts that the states of these rows hold now."""
+        self._adopt([bucket.first_row + i for i in rows], [bucket.rows[i].state.get("step", 0.0) for i in rows])
+        for i in rows:
+            bucket.rows[i].state["step"] = bucket.rows[i].step
+
+    def replace(self, bucket: Bucket, i: int, row: Row) -> None:
+        """Another row for the same parameter, in the same place."""
+        place = bucket.first_row + i
+        bucket.replace(i, row)
+        self.rows[place] = row
+        if row.step is not self._views[place]:
+            self._adopt([place], [row.step])
+
+    def steps_have_moved(self) -> bool:
+        """Whether the vector is elsewhere, as when it was sent to another process; or one of its views is."""
+        if not self.engine.BY_ADDRESS:
+            return False
+        if self.steps.data_ptr() != self._steps_address:
+            return True
+        size = self.steps.element_size()
+        expected = range(self._steps_address, self._steps_address + size * len(self._views), size)
+        return [*map(watch.address, self._views)] != [*expected]
+
+    # a step
+
+    def _check_grads(self) -> None:
+        """Raise where gradients cannot be written one by one, as this step is to."""
+        grads = [shards.local(row.grad) for bucket in self.buckets for row in bucket.live_rows]
+        if self.spec.unscale_grads and any(map(overlaps_itself, grads)):
+            raise RuntimeError(
+                "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled "
+                "there; use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients as they are"
+            )
+        addresses = [g.data_ptr() for g in grads if g.numel()]
+        if len({*addresses}) != len(addresses):
+            if self.spec.unscale_grads:
+                raise RuntimeError(
+                    "two parameters share a gradient, which would be unscaled twice; give one of them a clone, "
+                    "or use fusedstep.GradScaler, which leaves gradients as they are"
+                )
+            raise RuntimeError(
+                "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "
+                "after step() instead of step(zero_grad=True, set_to_none=False)"
+            )
+
+    def begin(self) -> None:
+        """Bring to the device what a step needs."""
+        changed = any(bucket.cells_changed for bucket in self.buckets)
+        writes_grads = self.spec.zero_grads or self.spec.unscale_grads
+        if writes_grads and (changed or not self.engine.BY_ADDRESS) and not is_traced():
+            self._check_grads()
+        if self._cells_to_capture is None and self.device.type == "cuda" and not is_capturing():
+            self._cells_to_capture = torch.empty_like(self.cells, device="cpu", pin_memory=True)
+        # on the host they are the same memory, unless that is none
+        if changed and (self.device.type != "cpu" or is_traced()):
+            self._upload_cells()
+        if self._shared_steps:
+            ours, theirs = self._both_steps()
+            torch._foreach_copy_(ours, theirs)
+        for bucket in self.buckets:
+            for row in bucket.staged:
+                row.copy_in()
+
+    def _both_steps(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Counts that other processes see: here, and there."""
+        return [self._views[i] for i in self._shared_steps], [
+            count.detach().view(()) for count in self._shared_steps.values()
+        ]
+
+    def sweep(self, k: int, skips: bool) -> None:
+        """Sweep `k`, with its sums taken over all ranks that hold parts of a tensor."""
+        self.executable.sweep(k, skips)
+        if self.reduce_groups:
+            first, kinds = self.fold_kinds(k)
+            for group in self.reduce_groups if kinds else ():
+                shards.all_reduce_rows_(self.sums[first : first + len(kinds)], kinds, group)
+
+    def _upload_cells(self) -> None:
+        captures = is_capturing()
+        if not captures:
+            upload(self.host_cells, self.cells)
+        elif self._cells_to_capture is None:
+            raise RuntimeError("between two captures of a step() one must be taken that is not captured")
+        else:
+            source, self._cells_to_capture = self._cells_to_capture, None
+            _READ_BY_GRAPHS.append(source)
+            source.copy_(torch.from_numpy(self.host_cells))
+            self.cells.copy_(source, non_blocking=True)
+        for bucket in self.buckets:
+            # a capture only says what a replay will do
+            bucket.cells_changed = captures
+
+    def update(self, amp: Amp) -> None:
+        """Update everything live, in place."""
+        skips = self.spec.skip_nonfinite or amp.found_inf is not None
+        for k in range(int(self.spec.measures_first), self.sweep_count):
+            self.executable.prepare(k, amp)
+            self.sweep(k, skips)
+        for bucket in self.buckets:
+            for row in bucket.staged:
+                row.copy_out(self.spec)
+        if self._shared_steps:
+            ours, theirs = self._both_steps()
+            torch._foreach_copy_(theirs, ours)
+
+
+def _is_known(count: Any) -> bool:
+    """Whether a count can be read without waiting for a device."""
+    return not isinstance(count, Tensor) or (type(count) is Tensor and count.is_cpu and not is_traced())
+
+
+def _is_shared(count: Any) -> bool:
+    """Whether a step count lies in memory that other processes see too; all of a GPU could be."""
+    return type(count) is Tensor and count.is_cpu and not is_traced() and count.is_shared()
+
+
+def _check_shared(count: Tensor, row: Row) -> None:
+    if count.numel() != 1 or row.device.type != "cpu":
+        raise RuntimeError(
+            f"a step count of shape {tuple(count.shape)} is in the host's shared memory, its parameter on "
+            f"{row.device}; processes can share the count of one that is on the CPU, as one number. Otherwise "
+            "use one that is not shared"
+        )
+
+
+# which gradients are clipped together, by their rows
+CLIP_SCOPES: dict[str, Callable[[Row], Any]] = {
+    "tensor": lambda row: id(row),
+    "group": lambda row: (row.group, row.param.dtype),
+    "global": lambda row: None,
+}
+
+
+def make_tables(
+    rows: list[Row], options: np.ndarray, names: Sequence[str], settings: Settings
+) -> list[Table]:
+    """Tables of these rows, ready to be stepped."""
+    keys = [*map(CLIP_SCOPES[settings.clip_scope], rows)]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    by_table: dict[tuple, list[tuple[Row, int]]] = {}
+    for row, key in zip(rows, keys, strict=True):
+        by_table.setdefault(row.table_key, []).append((row, numbers[key]))
+    tables = [Table(*map(list, zip(*members, strict=True)), options, names, settings) for members in by_table.values()]  # type: ignore[arg-type, misc]
+    if settings.norm_ranks is not None or len(tables) > 1:
+        # with other ranks all are clipped together, and one column tells of them
+        clip_ids = np.zeros(1, np.int64)
+        if settings.norm_ranks is None:
+            clip_ids = np.concatenate([table.clip_ids for table in tables])
+        for table in tables:
+            shared = table.sums.new_zeros(len(table.measured), len(clip_ids))
+            table.shared = shared, from_host(clip_ids, table.device)
+    for table in tables:
+        table.executable = table.engine.bind(table)
+    return tables
+
+
+def step(
+    tables: list[Table],
+    amp: Amp,
+    settings: Settings,
+    look: Callable[[Sequence[Tensor]], None] | None = None,
+) -> list[Tensor]:
+    """One step of everything in these tables. Where there are none: what has other ranks skip it, if not 0.
+
+    Before anything is written, `look` is shown what tables and ranks have told each other of their gradients.
+    """
+    ranks_of_norm = [] if settings.norm_ranks is None else [settings.norm_ranks]
+    if amp.found_inf is not None:
+        told = dict.fromkeys(ranks for table in tables for ranks in table.owner_groups)
+        amp = amp._replace(found_inf=shards.any_rank_found_inf(amp.found_inf, [*told, *ranks_of_norm]))
+    amps = [amp.to(table.device) for table in tables]
+    for table in tables:
+        table.begin()
+    measured: list[Tensor] = []
+    if settings.spec.measures_first:
+        for table in tables:
+            table.sweep(0, skips=False)
+        if ranks_of_norm or len(tables) > 1:
+            measured = [table.measured for table in tables]
+        for ranks in ranks_of_norm:
+            # also where nothing was measured: the others wait for this one
+            measured = [shards.reduce_to_column(measured, settings.spec.shared_kinds, ranks)]
+        if look is not None:
+            look(measured)
+        for table in tables if measured else ():
+            torch.cat([to_device(t, table.device) for t in measured], 1, out=table.shared[0])
+    for table, there in zip(tables, amps, strict=True):
+        table.update(there)
+    if tables or not ranks_of_norm:
+        return []
+    found = [] if amp.found_inf is None else [amp.found_inf]
+    return found + [column[1, 0] for column in measured if settings.spec.skip_nonfinite]
+
+
+def from_host(host: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of these numbers, on the host in the same memory if it can."""
+    if is_traced():
+        # one that is made by an operation, which then knows it
+        return torch.tensor(host.tolist(), dtype=dtype, device=device)
+    return torch.from_numpy(host).to(device, dtype)
+
+
+def upload(host: np.ndarray, device: Tensor) -> None:
+    source = from_host(host, torch.device("cpu"), device.dtype)
+    if device.is_cuda:
+        # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
+        source = source.pin_memory()
+    device.copy_(source, non_blocking=True)

@@ -1,0 +1,1 @@
+"""What torch expects of an optimizer: groups, arguments, step, checkpoints, statistics."""

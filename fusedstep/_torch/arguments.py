@@ -1,0 +1,223 @@
+"""Constructor arguments, declared once as annotated attributes of a class.
+
+    class AdamW(Adam):
+        weight_decay: float = 1e-2
+
+An argument is an option of every group unless it is declared `for_all`. `inspect.signature` shows arguments as if
+they had been written out, with those that every optimizer takes at the end.
+
+Of torch.optim's classes the errors are torch.optim's, word for word: handlers and tests out there depend on them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import dataclass_transform  # in typing from Python 3.11; torch depends on it, too
+
+from .._algorithm.rules import SCHEDULES
+from .._memory.options import is_sequence
+
+STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Argument(NamedTuple):
+    """A constructor argument. `scalars` are the names by which rules take the numbers in it."""
+
+    default: Any
+    kw_only: bool = False
+    for_all: bool = False
+    # held fixed by the class, and no argument of it
+    fixed: bool = False
+    scalars: tuple[str, ...] = ()
+
+
+def keyword(*, default: Any, kw_only: Literal[True] = True) -> Any:
+    """An option that is passed by keyword only."""
+    return Argument(default, kw_only=kw_only)
+
+
+def for_all(*, default: Any, kw_only: Literal[True] = True) -> Any:
+    """An argument that holds for all groups, passed by keyword only."""
+    return Argument(default, kw_only=kw_only, for_all=True)
+
+
+def fixed(*, default: Any, init: Literal[False] = False) -> Any:
+    """An option that makes the class what it is, whatever a checkpoint says."""
+    return Argument(default, fixed=not init)
+
+
+def pair(first: str, second: str, *, default: tuple, kw_only: bool = False) -> Any:
+    """An option of two numbers, which rules take by these names."""
+    return Argument(default, kw_only=kw_only, scalars=(first, second))
+
+
+@dataclass_transform(field_specifiers=(keyword, for_all, fixed, pair))
+class Common:
+    """The arguments that every optimizer takes; `fusedstep.optimizers` describes them."""
+
+    params: ParamsT
+    maximize: bool = keyword(default=False)
+    max_grad_norm: float | Tensor | None = keyword(default=None)
+    norm_type: float = for_all(default=2.0)
+    norm_group: Any = for_all(default=None)
+    skip_nonfinite: bool | str = for_all(default=False)
+    ema_decay: float | Tensor | None = keyword(default=None)
+    statistics: bool = for_all(default=False)
+    state_dtype: torch.dtype | str | None = for_all(default=None)
+    engine: str | None = for_all(default=None)
+
+
+def declared_arguments(cls: type, inherited: dict[str, Argument]) -> dict[str, Argument]:
+    """What a class declares, among what it inherits: each in its place, those of every optimizer last."""
+    arguments = dict(inherited)
+    for name, annotation in inspect.get_annotations(cls).items():
+        if name not in vars(cls) or "ClassVar" in str(annotation):
+            continue
+        value = vars(cls)[name]
+        own = value if isinstance(value, Argument) else Argument(value)
+        old = inherited.get(name)
+        own = own._replace(scalars=own.scalars or (old.scalars if old else ()) or (name,))
+        if old is None or old.kw_only != own.kw_only:
+            arguments.pop(name, None)
+        arguments[name] = own
+        delattr(cls, name)
+    return arguments
+
+
+def signature_of(arguments: dict[str, Argument], common: dict[str, Argument]) -> inspect.Signature:
+    made = {
+        name: inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY if a.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=a.default,
+        )
+        for name, a in arguments.items()
+        if not a.fixed
+    }
+    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    order = sorted(made, key=lambda name: (made[name].kind, arguments[name].kw_only and name in common))
+    return inspect.Signature([first, *(made[name] for name in order)])
+
+
+# what values mean
+
+
+def as_state_dtype(value: Any) -> torch.dtype | None:
+    """A `state_dtype`, by its name if it comes from a configuration file.
+
+    >>> as_state_dtype("float32"), as_state_dtype("torch.bfloat16"), as_state_dtype(None)
+    (torch.float32, torch.bfloat16, None)
+    """
+    names = {str(dtype): dtype for dtype in STATE_DTYPES}
+    dtype = names.get(f"torch.{value.removeprefix('torch.')}") if isinstance(value, str) else value
+    if value is not None and dtype not in STATE_DTYPES:
+        raise ValueError(f"Invalid state_dtype: {value}; use one of {STATE_DTYPES}, its name, or None")
+    return dtype
+
+
+def as_skip(value: Any) -> bool | str:
+    """A `skip_nonfinite`: whether a step is skipped, or "raise"."""
+    if isinstance(value, str) and value != "raise":
+        raise ValueError(f'Invalid skip_nonfinite: {value!r}; use True, False or "raise"')
+    return value if isinstance(value, str) else bool(value)
+
+
+def with_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a group in which all sequences are tuples, as torch.optim's are, which never change.
+
+    >>> with_tuples({"lr": 0.1, "betas": [0.9, 0.99]})
+    {'lr': 0.1, 'betas': (0.9, 0.99)}
+    """
+    return {
+        name: tuple(value) if is_sequence(value) and name not in ("params", "param_names") else value
+        for name, value in options.items()
+    }
+
+
+# checks
+
+
+def _is_pair(value: Any) -> bool:
+    return is_sequence(value) and len(value) == 2
+
+
+def check_lr(lr: float | Tensor) -> None:
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+
+
+def check_sgd(options: dict[str, Any]) -> None:
+    check_lr(options["lr"])
+    momentum, weight_decay = options["momentum"], options["weight_decay"]
+    if momentum < 0.0:
+        raise ValueError(f"Invalid momentum value: {momentum}")
+    if weight_decay < 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if options["nesterov"] and (momentum <= 0 or options["dampening"] != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+
+def check_adam(lr: float | Tensor, betas: Any, eps: float, weight_decay: float) -> None:
+    check_lr(lr)
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    if not _is_pair(betas):
+        raise ValueError(f"Invalid betas: {betas!r}; two numbers are needed, such as (0.9, 0.999)")
+    for i, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{i}] must be 1-element")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    if not weight_decay >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if len({isinstance(beta, Tensor) for beta in betas}) != 1:
+        raise ValueError("betas must be either both floats or both Tensors")
+
+
+def check_tensors_allowed(options: dict[str, Any]) -> None:
+    # torch's restriction, not ours: code that relies on the error must keep working
+    if options["foreach"] and not options["capturable"]:
+        for name, value in (
+            ("lr", options["lr"]),
+            *((f"betas[{i}]", b) for i, b in enumerate(options["betas"])),
+        ):
+            if isinstance(value, Tensor):
+                raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")
+
+
+def check_schedule(schedule: str, warmup: float, t_total: float) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"Invalid schedule: {schedule!r}; use one of {SCHEDULES}")
+    if not 0.0 <= warmup < 1.0 and warmup != -1:
+        raise ValueError(f"Invalid warmup: {warmup}; use a fraction in [0, 1), or -1")
+    if not t_total > 0 and t_total != -1:
+        raise ValueError(f"Invalid t_total: {t_total}; use the number of all steps, or -1 for no schedule")
+
+
+def check_trust(bounds: tuple[float, float], max_weight_norm: float) -> None:
+    if not _is_pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
+        raise ValueError(
+            f"Invalid trust_bounds: {bounds!r}; two numbers are needed, the smallest and the largest ratio, not "
+            "below 0"
+        )
+    if not max_weight_norm > 0:
+        raise ValueError(f"Invalid max_weight_norm: {max_weight_norm}; use a positive number")
+
+
+def check_flags(options: dict[str, Any]) -> None:
+    if options.get("fused") and options.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if options.get("fused") and options.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if options.get("differentiable"):
+        raise RuntimeError(
+            "differentiable=True is not supported: the fused update is not recorded by autograd; "
+            "use torch.optim for differentiating through an optimizer step"
+        )
