@@ -20,8 +20,8 @@ import torch
 CONTEXT = multiprocessing.get_context("forkserver")
 # what ranks would otherwise import one by one
 PRELOADED = ["tests.ranks", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
-PRELOADED += ["torch.distributed.tensor", "torch.distributed.optim", "fusedstep", "fusedstep._scan_kernels"]
-PRELOADED += ["fusedstep.engines.cpu", "tests.cases", "tests.numerics", "pytest"]
+PRELOADED += ["torch.distributed.tensor", "torch.distributed.optim", "fusedstep"]
+PRELOADED += ["fusedstep._engines.cpu", "tests.cases", "tests.numerics", "pytest"]
 # seconds that the others have to end, too, after a rank failed
 GRACE = 8
 

@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing  # has ForkingPickler share tensors
 
 import fusedstep
+from fusedstep._memory import plan, table, watch
 from tests.cases import KINDS, name_of
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
@@ -265,27 +266,25 @@ def test_schedulers_steer_ours_as_they_steer_torch(kind, scheduler, engine):
 
 def test_a_quiet_step_allocates_nothing(monkeypatch):
     """Nothing changed: no table is built, no address written, nothing uploaded or compiled."""
-    from fusedstep import _plan, _table
-
     params = [torch.nn.Parameter(torch.randn(50)) for _ in range(20)]
     for p in params:
         p.grad = torch.randn(50)
     optimizer = fusedstep.AdamW(params)
-    optimizer.step()
-    optimizer.step()
+    for _ in range(3):
+        optimizer.step()
 
     def forbidden(*args, **kwargs):
         raise AssertionError("a quiet step did work")
 
-    for name in ("upload", "make_entry", "make_tables", "Plan"):
-        monkeypatch.setattr(_plan, name, forbidden)
+    for name in ("upload", "make_row", "make_tables", "Plan"):
+        monkeypatch.setattr(plan, name, forbidden)
     for name in ("upload", "Table"):
-        monkeypatch.setattr(_table, name, forbidden)
-    monkeypatch.setattr(_table.Bucket, "survey", forbidden)
+        monkeypatch.setattr(table, name, forbidden)
+    monkeypatch.setattr(table.Bucket, "write_addresses", forbidden)
+    monkeypatch.setattr(watch, "make_check", forbidden)
     monkeypatch.setattr(torch, "empty_strided", forbidden)
     monkeypatch.setattr(torch, "zeros", forbidden)
     optimizer.step()
-    params[3].grad = torch.randn(50)
     optimizer.param_groups[0]["lr"] = 1e-4
     with pytest.raises(AssertionError, match="did work"):
         optimizer.step()
@@ -340,12 +339,14 @@ def trained(cls, mutation, kept, **options):
     return p.detach()
 
 
-# how a step looks for changes: as here, as where dicts have no versions, as where it cannot be compiled
-LOOKS = {
-    "compiled look": lambda monkeypatch: None,
-    "look without versions": lambda m: m.setattr("fusedstep._scan._DICTS_HAVE_VERSIONS", False),
-    "python look": lambda m: m.setattr("fusedstep._scan.API", None),
-}
+def python_checks(monkeypatch):
+    """As where torch's compiler has no TensorGuards."""
+    monkeypatch.setattr(watch, "TensorGuards", None)
+    monkeypatch.setattr(watch, "_checks", {})
+
+
+# how a step looks for changes: as here, and as where tensors are compared in Python
+CHECKS = {"compiled checks": lambda monkeypatch: None, "python checks": python_checks}
 
 
 def share(p, optimizer):
@@ -364,11 +365,11 @@ COUNT_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("checks", CHECKS)
 @pytest.mark.parametrize("change", COUNT_CHANGES)
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_counts_that_move_are_noticed(kind, change, look, engine, monkeypatch):
-    LOOKS[look](monkeypatch)
+def test_counts_that_move_are_noticed(kind, change, checks, engine, monkeypatch):
+    CHECKS[checks](monkeypatch)
     params = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
     optimizer = kind.ours(params, engine=engine, **kind.options)
     for p in params:
@@ -377,7 +378,7 @@ def test_counts_that_move_are_noticed(kind, change, look, engine, monkeypatch):
     optimizer.step()
     if change != "sent" and "step" not in optimizer.state[params[0]]:
         pytest.skip("nobody else has its counts")
-    counts = lambda: [float(entry.step) for table in optimizer._plan.tables for entry in table.entries]
+    counts = lambda: [float(row.step) for table in optimizer._plan.tables for row in table.rows]
     plan, before = optimizer._plan, counts()
     COUNT_CHANGES[change](params[0], optimizer)
     if change == "sparse":
@@ -391,11 +392,11 @@ def test_counts_that_move_are_noticed(kind, change, look, engine, monkeypatch):
     assert optimizer._plan is not plan or (change == "sent" and engine == "torch")
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("checks", CHECKS)
 @pytest.mark.parametrize("kept", [True, False], ids=["gradient kept", "gradient new"])
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_whatever_is_done_between_steps_we_do_as_torch_does(mutation, kept, look, engine, monkeypatch):
-    LOOKS[look](monkeypatch)
+def test_whatever_is_done_between_steps_we_do_as_torch_does(mutation, kept, checks, engine, monkeypatch):
+    CHECKS[checks](monkeypatch)
     ours = trained(fusedstep.Adam, mutation, kept, engine=engine)
     theirs = trained(torch.optim.Adam, mutation, kept)
     if isinstance(theirs, type):
@@ -471,24 +472,7 @@ def test_an_optimizer_may_step_in_inference_mode_and_then_without():
     assert optimizer.state[p]["step"] == 2
 
 
-def test_where_torch_keeps_things_is_found_every_time():
-    """Whatever lies in memory that nobody has initialised, or behind a tensor."""
-    from fusedstep import _scan
-
-    kept, found = [], set()
-    for i in range(500):
-        kept.append(torch.empty(1 + i % 37))
-        if i % 3 == 0:
-            del kept[i % len(kept)]
-        found.add(tuple(_scan._offsets() or ()))
-    assert len(found) == 1
-    assert found != {()}
-
-
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
-def test_autograd_notices_that_a_parameter_was_written(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr("fusedstep._scan.API", None)
+def test_autograd_notices_that_a_parameter_was_written():
     p = torch.nn.Parameter(torch.randn(5))
     view, apart = p.view(-1), p.data
     p.grad = torch.randn(5)
@@ -498,6 +482,5 @@ def test_autograd_notices_that_a_parameter_was_written(compiled, monkeypatch):
         before = p._version, view._version, apart._version
         optimizer.step()
         assert (p._version, view._version, apart._version) == (before[0] + 1, before[1] + 1, before[2])
-        assert (optimizer._plan.tables[0].buckets[0]._scan is not None) == compiled
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

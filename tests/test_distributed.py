@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fusedstep
-from fusedstep import engines
+from fusedstep import _engines as engines
 from tests import ranks, reference
 from tests.cases import CASES, KINDS, Case, name_of
 from tests.conftest import HAS_GPU, HAS_TRITON
@@ -175,7 +175,7 @@ def given_parameters(layout, case):
                 assert state.device_mesh == p.device_mesh
                 assert state.placements == p.placements
                 assert (state.shape, state.stride()) == (p.shape, p.stride())
-    assert {table.engine for table in pair.ours._plan.tables} == {engines._load("cpu", "cpu")[0]}
+    assert {table.engine for table in pair.ours._plan.tables} == {engines.load("cpu", "cpu")[0]}
     assert all(bucket._scan is not None for table in pair.ours._plan.tables for bucket in table.buckets)
 
 

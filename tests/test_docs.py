@@ -64,7 +64,7 @@ def test_everything_public_is_described_on_a_page():
     ],
 )
 def test_a_step_takes_as_many_launches_as_the_page_says(make, limit, row, dtypes, monkeypatch):
-    from fusedstep.engines import triton
+    from fusedstep._engines.triton import engine as triton
 
     page = (ROOT / "docs" / "how_it_works.md").read_text()
     numbers = re.search(rf"^\| {re.escape(row)} \| (\d) \| (\d) \|", page, re.MULTILINE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedstep
-from fusedstep import _entry
+from fusedstep._memory import row
 from tests.cases import KINDS, name_of
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
@@ -53,7 +53,7 @@ def test_a_sparse_gradient_in_the_third_group_stops_the_step_before_it_starts(ca
 def test_running_out_of_memory_while_state_is_created_leaves_all_as_it_was(case, engine, monkeypatch):
     params, optimizer = three_groups(case, engine)
     before = snapshot(params, optimizer)
-    make, calls = _entry.make_entry, []
+    make, calls = row.make_row, []
 
     def make_until_memory_ends(*args):
         calls.append(args)
@@ -61,7 +61,7 @@ def test_running_out_of_memory_while_state_is_created_leaves_all_as_it_was(case,
             raise torch.OutOfMemoryError("out of memory")
         return make(*args)
 
-    monkeypatch.setattr("fusedstep._plan.make_entry", make_until_memory_ends)
+    monkeypatch.setattr("fusedstep._memory.plan.make_row", make_until_memory_ends)
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     assert_untouched(before, params, optimizer)
@@ -77,7 +77,7 @@ def test_a_kernel_that_does_not_compile_leaves_all_as_it_was(case, monkeypatch):
     def broken(*args):
         raise SystemError("no compiler")
 
-    monkeypatch.setattr("fusedstep.engines.cpu._sweep_kernel", broken)
+    monkeypatch.setattr("fusedstep._engines.cpu.engine.compile_sweep", broken)
     with pytest.raises(SystemError):
         optimizer.step()
     assert_untouched(before, params, optimizer)

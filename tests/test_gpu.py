@@ -252,15 +252,15 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_stepped_to_its_end():
 
 
 def test_without_a_working_triton_torch_steps_in_with_one_warning(monkeypatch):
-    from fusedstep import engines
+    from fusedstep import _engines as engines
 
-    engines._load.cache_clear()
+    engines.load.cache_clear()
     engines._warn_once.cache_clear()
-    monkeypatch.setattr("fusedstep.engines.triton.unavailable", lambda device: "no C compiler found")
+    monkeypatch.setattr("fusedstep._engines.triton.unavailable", lambda device: "no C compiler found")
     p = torch.nn.Parameter(torch.ones(3, device="cuda"))
     p.grad = torch.ones_like(p)
     with pytest.warns(UserWarning, match="falls back.*no C compiler"):
         fusedstep.AdamW([p]).step()
     monkeypatch.undo()
-    engines._load.cache_clear()
+    engines.load.cache_clear()
     assert (p < 1).all()

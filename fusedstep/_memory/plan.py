@@ -67,7 +67,7 @@ class Plan:
         self._settings = optimizer.settings._replace(spec=spec._replace(clips=self._clips()))
         if self._norm_group is not None:
             shards.check_counted_once(self._norm_group, params, self._settings.owner)
-        kept = {} if old is None or self._watched else old.rows_for(self._settings)
+        kept = {} if old is None or self._watched else old.rows_for(self._settings, optimizer)
         rows = [
             self._row(p, i, kept.get(id(p)), memory)
             for i, members in enumerate(self._members)
@@ -97,19 +97,21 @@ class Plan:
 
     def _row(self, p: Tensor, group: int, kept: Row | None, memory: Memory) -> Row:
         update = self.updates[group]
-        if kept is None or kept.update != update or kept.started != (p.grad is not None):
+        if kept is None or kept.update != update:
             return make_row(p, update, group, memory, self._settings)
         kept.group, kept.program = group, program_of(update, self._settings.spec, kept.formats)
         return kept
 
-    def rows_for(self, settings: Settings) -> dict[int, Row]:
+    def rows_for(self, settings: Settings, optimizer: Any) -> dict[int, Row]:
         """Rows that a plan with these settings may take over, by the identity of their parameter."""
         if settings._replace(spec=self._settings.spec) != self._settings or self._watched:
             return {}
-        # what measures, counts or clears may ask more of a parameter than was asked before
+        # what sums over tensors may ask more of a parameter than was asked before
         if settings.spec != self._settings.spec and settings.spec.needs_sums:
             return {}
-        return {id(row.param): row for table in self.tables for row in table.rows}
+        self._find_states(optimizer.state)
+        rows = (row for table in self.tables for row in table.rows)
+        return {id(row.param): row for row in rows if row.started and row.grad is not None and row.is_right()}
 
     def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
         """Bring everything up to date; False if another plan is needed."""

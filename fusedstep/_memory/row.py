@@ -77,7 +77,7 @@ class Row:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # of every slot, and of the step count, whether a tensor is of the kind it was made for
+    # of every slot, whether a tensor is of the kind the row was made for
     checks: list[Any] = field(default_factory=list)
 
     @property
@@ -98,6 +98,11 @@ class Row:
         """Whether it can be stepped where the other is. Equal programs are one object."""
         same = self.program is other.program and self.formats == other.formats
         return same and self.table_key == other.table_key and self.numel == other.numel
+
+    def is_right(self) -> bool:
+        """Whether its tensors are still of the kinds it was made for."""
+        pairs = zip(self.checks, self.local_tensors(), strict=True)
+        return all(check is not None and isinstance(t, Tensor) and check(t) for check, t in pairs)
 
     def local_tensors(self) -> list[Any]:
         """Of parameter, gradient and states, in the order of the slots, the parts that are here."""
@@ -189,7 +194,7 @@ def make_row(
         fresh=fresh,
         started=started,
         explicit_grad=grad,
-        checks=[None] * (len(formats) + 1),
+        checks=[None] * len(formats),
     )
     if engine.BY_ADDRESS and started:
         if not lies_like(p, strides):

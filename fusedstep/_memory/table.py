@@ -117,16 +117,14 @@ class Bucket:
             if stale:
                 return stale
             columns = [self._local_parts(column) for column in columns]
-        if self.program.saves_step:
-            columns.append([row.step for row in rows])
         stale = self._rows_of_other_kinds(columns)
         if stale:
             return stale
         self.staged = [row for row in rows if row.staged]
         if self.engine.BY_ADDRESS:
-            self._read_addresses(columns[: len(self.program.slots)])
+            self._read_addresses(columns)
         else:
-            self.tensors = columns[: len(self.program.slots)]
+            self.tensors = columns
         return []
 
     def _columns(self, rows: list[Row]) -> list[list[Any]]:
@@ -283,13 +281,18 @@ class Table:
         self.steps = torch.zeros(len(counts), dtype=_get_scalar_dtype(), device=self.device)
         # select, not unbind: a view that may itself be written in place
         self._views = [self.steps[i] for i in range(len(counts))]
-        self._steps_address = self.steps.data_ptr() if self.engine.BY_ADDRESS else 0
+        # a tensor without memory (traced, meta, of a subclass) does not move
+        self._has_addresses = type(self.steps) is Tensor and not self.steps.is_meta and not is_traced()
+        self._step_addresses = self._addresses_of_steps()
+        self._check_steps = watch.make_check([self.steps, *self._views]) if self._has_addresses else None
         # counts that other processes see too, by row
         self._shared_steps: dict[int, Tensor] = {}
         self._adopt(range(len(counts)), counts)
 
     def _adopt(self, places: Sequence[int], counts: Sequence[Any]) -> None:
         """Go on from these counts in these places of the vector."""
+        for count in counts:
+            _check_count(count)
         known = [i for i, count in zip(places, counts, strict=True) if _is_known(count)]
         numbers = [float(count) for count in counts if _is_known(count)]
         if len(known) == len(self._views):
@@ -321,15 +324,14 @@ class Table:
         if row.step is not self._views[place]:
             self._adopt([place], [row.step])
 
+    def _addresses_of_steps(self) -> list[int]:
+        return [*map(watch.address, (self.steps, *self._views))] if self._has_addresses else []
+
     def steps_have_moved(self) -> bool:
-        """Whether the vector is elsewhere, as when it was sent to another process; or one of its views is."""
-        if not self.engine.BY_ADDRESS:
+        """Whether the vector is elsewhere, as when it was sent to another process; or a view is not one of it."""
+        if self._check_steps is None:
             return False
-        if self.steps.data_ptr() != self._steps_address:
-            return True
-        size = self.steps.element_size()
-        expected = range(self._steps_address, self._steps_address + size * len(self._views), size)
-        return [*map(watch.address, self._views)] != [*expected]
+        return not self._check_steps(self.steps, *self._views) or self._addresses_of_steps() != self._step_addresses
 
     # a step
 
@@ -417,6 +419,14 @@ class Table:
 def _is_known(count: Any) -> bool:
     """Whether a count can be read without waiting for a device."""
     return not isinstance(count, Tensor) or (type(count) is Tensor and count.is_cpu and not is_traced())
+
+
+def _check_count(count: Any) -> None:
+    if isinstance(count, Tensor) and (count.layout != torch.strided or count.numel() != 1 or count.is_complex()):
+        raise RuntimeError(
+            f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it must "
+            "be one real number: load a matching checkpoint, or delete optimizer.state[p]"
+        )
 
 
 def _is_shared(count: Any) -> bool:

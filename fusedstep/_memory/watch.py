@@ -31,8 +31,10 @@ def attributes(t: Tensor) -> tuple:
 
 
 def _compiled_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    static: Any = [[None] * t.dim() for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=static, dynamic_dims_strides=static).check
+    if any(t.layout != torch.strided for t in tensors):
+        return _python_check(tensors)
+    sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def _python_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
