@@ -154,11 +154,14 @@ class Entry:
             self.grad_copy.copy_(local(self.grad))
 
     @torch.no_grad()
-    def copy_out(self, clears: bool) -> None:
+    def copy_out(self, besides: Besides) -> None:
         if self.param_copy is not None:
             local(self.param).copy_(self.param_copy)
-        if clears and self.grad_copy is not None:
+        if besides.clears and self.grad_copy is not None:
             local(self.grad).zero_()
+        if besides.unscales and self.grad_copy is not None:
+            # autograd is not told, as by torch's fused optimizers
+            local(self.grad).data.copy_(self.grad_copy)
 
 
 def real_dtype(t: Tensor) -> torch.dtype:

@@ -31,6 +31,21 @@ def _is_dense(t: Tensor) -> bool:
     return True
 
 
+def overlaps_itself(t: Tensor) -> bool:
+    """Whether elements of `t` may share memory, as those of an expanded tensor do.
+
+    >>> overlaps_itself(torch.ones(1).expand(3)), overlaps_itself(torch.empty(4, 6)[:, :3].t())
+    (True, False)
+    """
+    extent = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return t.numel() > 0
+            extent += stride * (size - 1)
+    return False
+
+
 def lies_like(t: Tensor, strides: Sequence[int]) -> bool:
     """Whether `t` is dense with these strides and holds its values literally (no lazy conjugate)."""
     same = all(a == b for a, b, size in zip(t.stride(), strides, t.shape, strict=True) if size > 1)

@@ -20,7 +20,7 @@ from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
 from ._plan import Plan
-from ._shards import Kept, check_group, drop_gathered, is_flat, ranks_of
+from ._shards import Kept, check_group, drop_gathered, is_flat, on_several_meshes, ranks_of
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
@@ -79,8 +79,10 @@ class Optimizer(torch.optim.Optimizer):
             check_group(norm_group, clip_scope)
         self.state_dtype, self.engine = state_dtype, engine
         self.clip_scope, self.norm_type, self.norm_group = clip_scope, float(norm_type), norm_group
-        # a GradScaler then leaves unscaling and skipping to step(); set to False to do both yourself
-        self._step_supports_amp_scaling = True
+        # as torch has it: the constructor's word alone, whatever groups and checkpoints say
+        fused = defaults.get("fused")
+        self._unscales = None if fused is None else bool(fused)
+        self._is_flat = False
         # step counts of rules that do not save them
         self.unsaved_steps: dict[Tensor, Tensor] = {}
         # of the last step that came through
@@ -131,6 +133,19 @@ class Optimizer(torch.optim.Optimizer):
         return group.get("max_grad_norm")
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch's GradScaler: whether it leaves unscaling and skipping to step(). May be set."""
+        if self._unscales is not None:
+            return self._unscales
+        # a scaler that finds an infinity on one rank only would not call step() there, and the others would wait
+        params = (p for group in self.param_groups for p in group["params"])
+        return self.norm_group is not None or on_several_meshes(params)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._unscales = value
+
+    @property
     def settings(self) -> Settings:
         return Settings(
             owner=type(self).__name__,
@@ -175,7 +190,11 @@ class Optimizer(torch.optim.Optimizer):
         amp = Amp.of(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         guards = self.skip_nonfinite or (amp.scale is not None and amp.found_inf is None)
         clears = zero_grad and not set_to_none
-        besides = Besides(self.norm_type, guards=guards, clears=clears, reports=self.collect_statistics)
+        # torch's scaler is promised unscaled gradients, unless nobody will see them
+        unscales = amp.scale is not None and amp.found_inf is not None and not zero_grad
+        besides = Besides(
+            self.norm_type, guards=guards, clears=clears, unscales=unscales, reports=self.collect_statistics
+        )
         if clears:
             self._detach_grads()
         captures = engines.is_capturing()
@@ -319,7 +338,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if any(map(is_flat, self.param_groups[-1]["params"])):
             # FSDP1's ShardedGradScaler has ranks agree on infinities only where it unscales gradients itself
-            self._step_supports_amp_scaling = False
+            self._is_flat, self._step_supports_amp_scaling = True, False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._refuse_averages("load_state_dict")
@@ -334,7 +353,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
-        ours += ["unsaved_steps", "_step_supports_amp_scaling"]
+        ours += ["unsaved_steps", "_unscales", "_is_flat"]
         group = None if self.norm_group is None else Kept(self.norm_group)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
 

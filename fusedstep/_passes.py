@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from . import _rules, _scalars
-from .engines import FOLDS, KEEP, OWN, RATE
+from .engines import FOLDS, KEEP, OWN, RATE, SCALED
 
 
 class Extra(NamedTuple):
     """What a pass does besides: a function of what it read and, in capital letters, of what it found.
 
-    It gives out `gives`, and takes the scalars in these columns of a table's. `sums` names what it sums.
+    `s` is the gradient as it is stored, where `g` is what the update takes. It gives out `gives`, and takes the scalars in these columns of a table's. `sums` names what it sums.
     """
 
     update: Callable
@@ -58,8 +58,13 @@ class Pass(NamedTuple):
     @property
     def loads(self) -> str:
         """Letters that are loaded: those of the update first."""
-        extra = (letter for extra in self.extras for letter in extra.takes if letter.islower())
+        extra = (letter for extra in self.extras for letter in extra.takes if letter.islower() and letter != "s")
         return "".join(dict.fromkeys([*self.reads, *extra]))
+
+    @property
+    def gradient(self) -> int:
+        """Which of them is a gradient to be multiplied, -1 if none is. As it is stored it then follows them."""
+        return -1 if self.raw else self.loads.find("g")
 
     @property
     def gives(self) -> str:
@@ -84,7 +89,7 @@ class Pass(NamedTuple):
     @property
     def calls(self) -> tuple[Call, ...]:
         """The update and then the extras."""
-        known = [*self.loads, *self.writes.upper()]
+        known = [*self.loads, *("s" if self.gradient >= 0 else ""), *self.writes.upper()]
         columns = tuple(range(OWN, OWN + self.scalar_count))
         return Call(self.update, tuple(range(len(self.reads))), columns), *(
             Call(extra.update, tuple(map(known.index, extra.takes)), extra.scalars) for extra in self.extras
@@ -93,7 +98,7 @@ class Pass(NamedTuple):
     @property
     def clears(self) -> bool:
         """Whether gradients are zero after it."""
-        return "g" in self.gives
+        return _CLEAR in self.extras
 
 
 class Norm(NamedTuple):
@@ -185,6 +190,7 @@ _COUNT = Extra(_rules.nonfinite, "g", "+", sums=("nonfinite",))
 _SIZES = Extra(_rules.sizes, "pP", "++", sums=("param", "update"))
 _AVERAGE = Extra(_rules.averaged, "eP", "e", scalars=(KEEP, RATE))
 _CLEAR = Extra(_rules.cleared, "g", "g")
+_UNSCALE = Extra(_rules.unscaled, "s", "g", scalars=(SCALED,))
 # the state that it keeps
 EMA = "ema"
 
@@ -193,14 +199,15 @@ class Besides(NamedTuple):
     """What a step does besides its update.
 
     `norm_type` is the norm of gradients. If the step `measures` them, that is before the update. It may be
-    skipped where one is no number (`guards`), leave gradients at zero (`clears`) and sum what people want to
-    see (`reports`).
+    skipped where one is no number (`guards`), leave gradients at zero (`clears`) or divided by their scale
+    (`unscales`, if it is taken) and sum what people want to see (`reports`).
     """
 
     norm_type: float = 2.0
     measures: bool = False
     guards: bool = False
     clears: bool = False
+    unscales: bool = False
     reports: bool = False
 
 
@@ -226,6 +233,8 @@ def complete(rule: Rule, besides: Besides, averages: bool) -> Rule:
             extras[len(passes) - 1] += (_AVERAGE,)
         if besides.clears:
             extras[reading[-1]] += (_CLEAR,)
+        if besides.unscales:
+            extras[reading[-1]] += (_UNSCALE,)
         return tuple(a_pass._replace(extras=extras[i]) for i, a_pass in enumerate(passes))
 
     return rule._replace(

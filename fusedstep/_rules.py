@@ -109,7 +109,7 @@ def same(g):
     return (g,)
 
 
-# what any rule may do besides; a capital letter is the new value
+# what any rule may do besides; a capital letter is the new value, `s` the gradient as it is stored
 
 
 def averaged(e, P, keep, rate):
@@ -124,6 +124,10 @@ def sizes(p, P):
 def nonfinite(g):
     """1 where it is infinite or no number."""
     return (where(g - g == 0, g - g, 1.0),)
+
+
+def unscaled(s, scale):
+    return (div(s, scale),)
 
 
 def cleared(g):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple, NoReturn
 
@@ -77,6 +77,13 @@ def check(p: Any, g: Any, owner: str) -> None:
 def is_flat(p: Tensor) -> bool:
     """Whether FSDP1 has joined this parameter with others and cut them, without saying where."""
     return getattr(p, "_fsdp_flattened", False)
+
+
+def on_several_meshes(params: Iterable[Any]) -> bool:
+    """Whether a rank's neighbours are not the same for all of these parameters."""
+    meshes = (p.device_mesh for p in params if is_distributed(p))
+    first = next(meshes, None)
+    return any(mesh != first for mesh in meshes)
 
 
 def check_sums(p: Any, owner: str, joined: bool) -> None:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 
 from . import _scan, _shards
 from ._entry import Entry, Settings
-from ._layout import real_numel
+from ._layout import overlaps_itself, real_numel
 from ._passes import NORMS, Besides, measure_of
 from .engines import (
     FOUND,
@@ -207,10 +207,21 @@ class Table:
     def refresh(self) -> bool:
         return all(bucket.refresh() for bucket in self.buckets)
 
-    def _check_shared_grads(self) -> None:
+    def _check_grads(self) -> None:
+        """Raise where gradients cannot be written one by one, as this step is to."""
         grads = [entry.here["g"] for entry in self.entries if entry.grad is not None]
+        if self.besides.unscales and any(map(overlaps_itself, grads)):
+            raise RuntimeError(
+                "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled there; "
+                "use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients as they are"
+            )
         addresses = [g.data_ptr() for g in grads if g.numel()]
         if len({*addresses}) != len(addresses):
+            if self.besides.unscales:
+                raise RuntimeError(
+                    "two parameters share a gradient, which would be unscaled twice; give one of them a clone, or "
+                    "use fusedstep.GradScaler, which leaves gradients as they are"
+                )
             raise RuntimeError(
                 "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "
                 "after step() instead of step(zero_grad=True, set_to_none=False)"
@@ -219,8 +230,9 @@ class Table:
     def begin(self) -> None:
         """Bring to the device what a step needs."""
         changed = any(bucket.rows_changed for bucket in self.buckets)
-        if self.besides.clears and (changed or not self.engine.BY_ADDRESS):
-            self._check_shared_grads()
+        writes_grads = self.besides.clears or self.besides.unscales
+        if writes_grads and (changed or not self.engine.BY_ADDRESS):
+            self._check_grads()
         if self._rows_to_capture is None and self.device.type == "cuda" and not is_capturing():
             self._rows_to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
         # on the host they are the same memory
@@ -260,7 +272,7 @@ class Table:
             self.sweep(k, skips)
         for bucket in self.buckets:
             for entry in bucket.staged:
-                entry.copy_out(self.besides.clears)
+                entry.copy_out(self.besides)
             if self.engine.BY_ADDRESS:
                 bucket.count_writes(self.besides.clears)
 

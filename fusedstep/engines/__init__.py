@@ -30,8 +30,9 @@ NAMES = ("torch", "cpu", "triton")
 LIVE, GROUP, SEGMENT, NUMEL, FULL, POINTERS = range(6)
 # columns of the hyper-parameters; what the rule's scalars are prepared from follows
 SIGN, LIMIT, LIMIT_EPS, AVERAGE, OPTIONS = range(5)
-# columns of the scalars: what a gradient is multiplied with, what an average keeps and takes, then the rule's
-GRADIENT, KEEP, RATE, OWN = range(4)
+# columns of the scalars: what a gradient is multiplied with, what it was scaled by, what an average keeps and
+# takes, then the rule's
+GRADIENT, SCALED, KEEP, RATE, OWN = range(5)
 # of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)

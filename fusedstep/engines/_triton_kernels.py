@@ -31,6 +31,7 @@ from . import (
     POINTERS,
     RATE,
     SCALE,
+    SCALED,
     SEGMENT,
     SIGN,
     SKIP,
@@ -41,7 +42,7 @@ _LIVE, _GROUP, _SEGMENT, _NUMEL, _FULL, _POINTERS = map(
     tl.constexpr, (LIVE, GROUP, SEGMENT, NUMEL, FULL, POINTERS)
 )
 _SIGN, _LIMIT, _LIMIT_EPS, _AVERAGE, _OPTIONS = map(tl.constexpr, (SIGN, LIMIT, LIMIT_EPS, AVERAGE, OPTIONS))
-_GRADIENT, _KEEP, _RATE, _OWN = map(tl.constexpr, (GRADIENT, KEEP, RATE, OWN))
+_GRADIENT, _SCALED, _KEEP, _RATE, _OWN = map(tl.constexpr, (GRADIENT, SCALED, KEEP, RATE, OWN))
 _SKIP, _SCALE, _SKIPPED, _FOUND = map(tl.constexpr, (SKIP, SCALE, SKIPPED, FOUND))
 
 
@@ -172,6 +173,7 @@ def fusedstep_prepare(
             limit, eps = tl.load(h + _LIMIT, live, other=0), tl.load(h + _LIMIT_EPS, live, other=1)
             factor = factor * CLIP(total, scaled, limit, eps)
         tl.store(out + _GRADIENT, factor / scaled, live)
+        tl.store(out + _SCALED, scaled, live)
         keep, rate = AVERAGE(tl.load(h + _AVERAGE, live, other=0))
         tl.store(out + _KEEP, keep, live)
         tl.store(out + _RATE, rate, live)
@@ -275,6 +277,8 @@ def _tiles(
         for k in tl.static_range(LOADS):
             value = loaded[tile * LOADS + k].to(COMPUTE)
             x = x + (value * s[_GRADIENT] if k == GRADIENT else value,)
+        if GRADIENT >= 0:
+            x = x + (loaded[tile * LOADS + GRADIENT].to(COMPUTE),)
         x = _results(x, s, CALLS)
         for k in tl.static_range(len(STORES)):
             value = x[STORES[k]]

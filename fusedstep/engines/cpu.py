@@ -46,6 +46,7 @@ from . import (
     POINTERS,
     RATE,
     SCALE,
+    SCALED,
     SEGMENT,
     SIGN,
     SKIP,
@@ -142,7 +143,7 @@ def _prepare(
                     limit, eps = np.float64(h[LIMIT]), np.float64(h[LIMIT_EPS])
                     scalars[t, GRADIENT] *= clip(totals[rows[t, SEGMENT]], scale, limit, eps)
                 keep, rate = average(np.float64(h[AVERAGE]))
-                scalars[t, KEEP], scalars[t, RATE] = keep, rate
+                scalars[t, SCALED], scalars[t, KEEP], scalars[t, RATE] = scale, keep, rate
             known[:options] = h[OPTIONS:]
             for k in range(len(inputs)):
                 known[options + k] = sums[inputs[k], t]
@@ -258,11 +259,11 @@ def _results(a_pass: Any) -> Callable:
     results = _inline(lambda x, s: ())
     for call in a_pass.calls:
         results = _with_call(results, _rules.bind(call.update, _VECTORS, _inline), call.takes, call.scalars)
-    if a_pass.raw or "g" not in a_pass.loads:
+    if a_pass.gradient < 0:
         return results
     given: Any = results
-    at, after = a_pass.loads.index("g"), a_pass.loads.index("g") + 1
-    return _inline(lambda x, s: given(x[:at] + (x[at] * s[GRADIENT],) + x[after:], s))
+    at, after = a_pass.gradient, a_pass.gradient + 1
+    return _inline(lambda x, s: given(x[:at] + (x[at] * s[GRADIENT],) + x[after:] + (x[at],), s))
 
 
 def _with_call(

@@ -61,7 +61,7 @@ def prepare(table, amp, first: bool) -> None:
         gradient = sign / scale
         if table.clip is not None:
             gradient = gradient * _bound(table.clip)(_peers(table), scale, limit, limit_eps)
-        made = (gradient, *_bound(_scalars.average)(decay))
+        made = (gradient, scale.to(sign.dtype).expand_as(sign), *_bound(_scalars.average)(decay))
     else:
         made = table.scalars[:, :OWN].unbind(1)
     sums = [table.sums[i] for i in table.rule.inputs]
@@ -101,22 +101,27 @@ def _update(entry, a_pass, scalars: Any, skip: Tensor | None) -> tuple:
     scalars = scalars.to(dtype).unbind() if isinstance(scalars, Tensor) else scalars
     stored = entry.here
     known = [_real(stored[letter]).to(dtype) for letter in a_pass.loads]
-    if "g" in a_pass.loads and not a_pass.raw:
-        i = a_pass.loads.index("g")
-        known[i] = known[i] * scalars[GRADIENT]
+    g = a_pass.gradient
+    if g >= 0:
+        known.append(known[g])
+        known[g] = known[g] * scalars[GRADIENT]
     loaded = len(known)
     for update, takes, columns in a_pass.calls:
         known += _bound(update)(*(known[i] for i in takes), *(scalars[i] for i in columns))
     for letter, at in a_pass.stores:
-        target, new = _real(stored[letter]), known[loaded + at]
-        if letter == "g":
+        tensor, new = stored[letter], known[loaded + at]
+        if letter == "g" and a_pass.clears:
             # whether or not the step is taken, and though it may be expanded
-            stored[letter].zero_()
+            tensor.zero_()
             continue
+        if letter == "g":
+            # unscaled, which autograd is not told, as by torch's fused optimizers
+            tensor = tensor.data
+        target = _real(tensor)
         target.copy_(new if skip is None else torch.where(skip, target, new))
-        if stored[letter].is_conj() or stored[letter].is_neg():
+        if tensor.is_conj() or tensor.is_neg():
             # written to a copy so far
-            stored[letter].copy_(torch.view_as_complex(target) if stored[letter].is_complex() else target)
+            tensor.copy_(torch.view_as_complex(target) if tensor.is_complex() else target)
     return tuple(known[loaded:])
 
 

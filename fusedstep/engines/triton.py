@@ -108,7 +108,7 @@ class _Sweep:
                 "WRITES": tuple(roles.index(letter) for letter, _ in a_pass.stores),
                 "STORES": tuple(i for _, i in a_pass.stores),
                 "SUMMED": tuple((i, _is_largest(kind)) for kind, i in a_pass.summed),
-                "GRADIENT": -1 if a_pass.raw else a_pass.loads.find("g"),
+                "GRADIENT": a_pass.gradient,
                 # gradients are measured before that is decided
                 "SKIPS": k > 0,
                 "CLEARS": roles.index("g") if a_pass.clears else None,
