@@ -58,7 +58,9 @@ class Pass(NamedTuple):
     @property
     def loads(self) -> str:
         """Letters that are loaded: those of the update first."""
-        extra = (letter for extra in self.extras for letter in extra.takes if letter.islower() and letter != "s")
+        extra = (
+            letter for extra in self.extras for letter in extra.takes if letter.islower() and letter != "s"
+        )
         return "".join(dict.fromkeys([*self.reads, *extra]))
 
     @property

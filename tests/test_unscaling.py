@@ -297,25 +297,28 @@ def test_a_gradient_of_two_parameters_is_refused(engine):
     assert (q == -2).all()
 
 
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_parts_of_distributed_gradients_are_unscaled(engine):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        shard = lambda t: distribute_tensor(t, mesh, [Shard(0)])
-        p, expected = torch.nn.Parameter(shard(torch.zeros(6, 5))), torch.randn(6, 5)
-        p.grad = g = shard(128 * expected)
-        version = g._version
-        scaled().step(fusedstep.SGD([p], lr=1.0, engine=engine, fused=True))
-        assert p.grad is g
-        assert torch.equal(g.to_local(), expected)
-        assert torch.equal(p.to_local(), -expected)
-        assert g._version == version
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    shard = lambda t: distribute_tensor(t, mesh, [Shard(0)])
+    p, expected = torch.nn.Parameter(shard(torch.zeros(6, 5))), torch.randn(6, 5)
+    p.grad = g = shard(128 * expected)
+    version = g._version
+    scaled().step(fusedstep.SGD([p], lr=1.0, engine=engine, fused=True))
+    assert p.grad is g
+    assert torch.equal(g.to_local(), expected)
+    assert torch.equal(p.to_local(), -expected)
+    assert g._version == version
 
 
 # with None and False, torch's scaler does what it does for torch's default; each text says what to use instead
