@@ -137,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
         """Asked by torch's GradScaler: whether it leaves unscaling and skipping to step(). May be set."""
         if self._unscales is not None:
             return self._unscales
-        # a scaler that finds an infinity on one rank only would not call step() there, and the others would wait
+        # a scaler that finds an infinity on one rank only would not call step() there, and others would wait
         params = (p for group in self.param_groups for p in group["params"])
         return self.norm_group is not None or on_several_meshes(params)
 

@@ -20,7 +20,8 @@ from .engines import FOLDS, KEEP, OWN, RATE, SCALED
 class Extra(NamedTuple):
     """What a pass does besides: a function of what it read and, in capital letters, of what it found.
 
-    `s` is the gradient as it is stored, where `g` is what the update takes. It gives out `gives`, and takes the scalars in these columns of a table's. `sums` names what it sums.
+    `s` is the gradient as it is stored, where `g` is what the update takes. It gives out `gives`, and takes the
+    scalars in these columns of a table's. `sums` names what it sums.
     """
 
     update: Callable

@@ -212,15 +212,15 @@ class Table:
         grads = [entry.here["g"] for entry in self.entries if entry.grad is not None]
         if self.besides.unscales and any(map(overlaps_itself, grads)):
             raise RuntimeError(
-                "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled there; "
-                "use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients as they are"
+                "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled "
+                "there; use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients scaled"
             )
         addresses = [g.data_ptr() for g in grads if g.numel()]
         if len({*addresses}) != len(addresses):
             if self.besides.unscales:
                 raise RuntimeError(
-                    "two parameters share a gradient, which would be unscaled twice; give one of them a clone, or "
-                    "use fusedstep.GradScaler, which leaves gradients as they are"
+                    "two parameters share a gradient, which would be unscaled twice; give one of them a clone, "
+                    "or use fusedstep.GradScaler, which leaves gradients as they are"
                 )
             raise RuntimeError(
                 "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "

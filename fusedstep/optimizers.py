@@ -12,6 +12,11 @@ Arguments that every class takes beyond its own:
                    `skipped_steps` tell
     ema_decay      keep a moving average of the parameters, state `ema`, in float32 at least, from what they are
                    before the first step with it; `ema_parameters()` shows it
+    fused          who unscales gradients with torch's GradScaler, for the whole optimizer, as in torch. None,
+                   False: the scaler, which then waits for the device and calls no step that is to be skipped.
+                   True: the step, which needs no waiting, can be captured and takes float16 gradients. None is
+                   True with `norm_group`, and for parameters on several meshes. With fusedstep.GradScaler it is
+                   the step in any case. Every step is fused, whatever this is
     statistics     sum up what `statistics()` then tells: norms of gradients, parameters, updates, and more
     state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters; None: the
                    parameter's. It holds through save and load, whatever the checkpoint was saved with
@@ -19,9 +24,8 @@ Arguments that every class takes beyond its own:
 
 Those that torch.optim has also take what they take there:
 
-    foreach, fused, capturable
-                   accepted so that existing calls keep working. Every step here is fused, and can be
-                   captured in a CUDA graph
+    foreach, capturable
+                   accepted so that existing calls keep working. Every step can be captured in a CUDA graph
     differentiable must be False: a fused update is not recorded by autograd
 """
 

@@ -1,8 +1,8 @@
 """Who unscales gradients, and what a step leaves in them: `fused` means what it means in torch.
 
 With None and False torch's scaler unscales gradients and skips steps itself; with True the step does. Either
-way `p.grad` is unscaled after a step that was taken, as whoever logs, accumulates or clips it expects, and as the
-tests of PyTorch, Apex and torch_npu do.
+way `p.grad` is unscaled after a step that was taken, as whoever logs, accumulates or clips it expects, and as
+the tests of PyTorch, Apex and torch_npu do.
 """
 
 import copy

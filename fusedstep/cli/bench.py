@@ -63,7 +63,7 @@ _NORMS: list[Row] = [
 _FUNCTIONAL: Row = ("functional.adamw_", {}, ("fusedstep.AdamW",))
 # unscale, look for infinities, clip, update, drop gradients
 _WHOLE: Row = ("AdamW", {"max_grad_norm": 1.0, "scaler": True}, ("torch.optim.AdamW",))
-# as torch's scaler calls one with fused=True, without the pass over gradients it makes before: they are unscaled
+# as torch's scaler calls one with fused=True, after a pass of its own that is not timed: gradients are unscaled
 # where they are, by one so that they last
 _UNSCALED: Row = ("AdamW", {"grad_scale": 1.0}, ("torch.optim.AdamW",))
 # what goes along with the update
