@@ -44,6 +44,9 @@ class Optimizer(torch.optim.Optimizer):
     # options that make the class what it is, whatever a checkpoint says
     fixed: ClassVar[dict[str, Any]] = {}
     all_options: ClassVar[tuple[str, ...]]
+    # a GradScaler sets these two around its call of step()
+    grad_scale: Any
+    found_inf: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -186,7 +189,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # a GradScaler sets these two around its call; ours leaves it to us to find out about the second
+        # our GradScaler leaves it to us to find out about the second
         amp = Amp.of(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         guards = self.skip_nonfinite or (amp.scale is not None and amp.found_inf is None)
         clears = zero_grad and not set_to_none
