@@ -23,6 +23,7 @@ from ._shards import local
 from ._table import Amp, Table, make_tables, upload
 from ._table import step as step_tables
 from .engines import NAMES as NAMES_OF_ENGINES
+from .engines import is_watched
 from .optimizers import ADAM, AMSGRAD
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -408,7 +409,7 @@ def _call(
 ) -> list[Table]:
     """Step these tensors: checked first, or with an earlier call's tables if they are stored as those were."""
     # taken out, so that no other thread and nobody after an exception uses it
-    call = _calls.pop(key, None)
+    call = None if is_watched() else _calls.pop(key, None)
     if call is None or not call.fits(lists):
         check()
         call = _Call(lists, rule, settings, hyper)
