@@ -70,7 +70,8 @@ def unpack(states: dict[Any, Any], state_dtype: torch.dtype | None) -> None:
     for p, values in states.items():
         if isinstance(values, dict):
             for name, value in values.items():
-                if isinstance(value, _Box) or name == "step":
+                # what was never in one comes with a whole optimizer, perhaps in memory shared with another process
+                if isinstance(value, _Box) or (name == "step" and not isinstance(value, Tensor)):
                     values[name] = _loaded(p, name, value, state_dtype)
 
 

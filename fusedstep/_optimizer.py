@@ -19,7 +19,7 @@ from ._capture import Capture, Group
 from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
-from ._plan import Plan
+from ._plan import Plan, names_in
 from ._shards import Kept, check_group, drop_gathered, is_flat, ranks_of
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
@@ -272,7 +272,8 @@ class Optimizer(torch.optim.Optimizer):
                 "the last step has collected no statistics; construct with statistics=True, then step() with "
                 "gradients"
             )
-        return collected(self._plan.tables, [p for group in self.param_groups for p in group["params"]])
+        params = [p for group in self.param_groups for p in group["params"]]
+        return collected(self._plan.tables, params, names_in(self.param_groups))
 
     @contextlib.contextmanager
     def ema_parameters(self, *modules: torch.nn.Module) -> Iterator[None]:

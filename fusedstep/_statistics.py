@@ -37,6 +37,33 @@ class Statistics(NamedTuple):
     nonfinites: Tensor
     # LAMB's; None for others
     trust_ratios: Tensor | None
+    # of the parameters; None unless all were given with theirs
+    names: tuple[str, ...] | None = None
+
+    def by_name(self, field: str) -> dict[str, float]:
+        """What a field says of each parameter, by its name. This waits for the device.
+
+        >>> import torch, fusedstep
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = fusedstep.SGD(model.named_parameters(), skip_nonfinite=True, statistics=True)
+        >>> model(torch.tensor([[1.0, float("inf")]])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.statistics().by_name("nonfinites")
+        {'weight': 1.0, 'bias': 0.0}
+        """
+        if field not in _OF_EACH:
+            raise ValueError(f"{field!r} does not tell of each parameter; use one of {_OF_EACH}")
+        values = getattr(self, field)
+        if values is None:
+            raise ValueError(f"this optimizer has no {field}; Lamb has")
+        if self.names is None:
+            raise RuntimeError(
+                "the optimizer knows no names of its parameters; construct it from model.named_parameters()"
+            )
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+
+_OF_EACH = ("grad_norms", "param_norms", "update_norms", "clip_factors", "nonfinites", "trust_ratios")
 
 
 def _of_table(table: Table) -> dict[str, Tensor]:
@@ -61,8 +88,8 @@ def _of_table(table: Table) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
-    """From the tables of an optimizer with these parameters."""
+def collected(tables: Sequence[Table], params: Sequence[Tensor], names: dict[Tensor, str]) -> Statistics:
+    """From the tables of an optimizer with these parameters, some of which have names."""
     device, norm = tables[0].device, NORMS[tables[0].besides.norm_type]
     where = {id(p): i for i, p in enumerate(params)}
     stepped = [entry.param for table in tables for entry in table.entries]
@@ -89,4 +116,5 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
         clip_factor=measured("clip_factors", 1).amin(),
         nonfinite=measured("nonfinites", 0).sum(),
         **each,
+        names=tuple(names[p] for p in params) if len(names) == len(params) else None,
     )

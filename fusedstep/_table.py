@@ -199,7 +199,9 @@ class Table:
         """One vector of step counts, of which each entry gets a view."""
         counts = [entry.step for entry in self.entries]
         numbers = [0.0 if isinstance(n, Tensor) else n for n in counts]
-        steps = torch.tensor(numbers, dtype=_get_scalar_dtype(), device="cpu").to(self.device)
+        # zeros, and not the numbers themselves, which no dispatch mode would know of
+        steps = torch.zeros(len(numbers), dtype=_get_scalar_dtype(), device=self.device)
+        steps.copy_(torch.tensor(numbers, dtype=steps.dtype, device="cpu"))
         # counts that other processes see, and their places in the vector
         self._shared_counts: tuple[list[Tensor], list[Tensor]] = [], []
         # select, not unbind: a view that may itself be written in place

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import _C, Tensor, _ops, cuda, float32, float64
+from torch import _C, Tensor, _ops, cuda, empty, float32, float64
 
 NAMES = ("torch", "cpu", "triton")
 
@@ -57,8 +57,9 @@ def choose(roles: Sequence[Tensor], requested: str | None) -> ModuleType:
     default = "torch" if is_watched() else _DEFAULT.get(p.device.type, "torch")
     engine, problem = _load(requested or default, p.device.type)
     odd = next((t for t in roles if not is_plain(t)), None)
-    if problem is None and engine.BY_ADDRESS and is_traced():
-        problem = "operations are traced or have no memory (make_fx, torch.export, FakeTensorMode, ...)"
+    if problem is None and engine.BY_ADDRESS and is_watched() and (is_traced() or not is_plain(empty(0))):
+        problem = "operations are traced, or a dispatch mode makes other tensors of them (make_fx, torch.export, "
+        problem += "FakeTensorMode, LocalTensorMode, ...)"
     if problem is None and engine.BY_ADDRESS and odd is not None:
         if requested is None:
             return _load("torch", p.device.type)[0]

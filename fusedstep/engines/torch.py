@@ -90,10 +90,9 @@ def sweep(table, k: int, skips: bool) -> None:
         a_pass = entry.rule.all_passes[k]
         results = () if entry.grad is None else _update(entry, a_pass, scalars, skip)
         for row, (kind, at) in enumerate(a_pass.summed if results else ()):
-            term = results[at]
-            # the largest of nothing is not 0; and only asked then: ranks in one process may differ in how many
-            if kind == "+" or term.numel():
-                sums[row, i] = FOLDS[kind](term.to(sums.dtype))
+            term = results[at].to(sums.dtype)
+            # of nothing there is no largest; no branch: ranks in one process may have other numbers of elements
+            sums[row, i] = FOLDS[kind](term if kind == "+" else torch.cat((term.flatten(), term.new_zeros(1))))
 
 
 def _update(entry, a_pass, scalars: Any, skip: Tensor | None) -> tuple:
