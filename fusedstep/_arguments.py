@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ._scalars import SCHEDULES
 
-
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -118,8 +117,8 @@ def check_schedule(schedule: str, warmup: float, t_total: float) -> None:
 def check_trust(bounds: tuple[float, float], max_weight_norm: float) -> None:
     if not _is_pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
         raise ValueError(
-            f"Invalid trust_bounds: {bounds!r}; two numbers are needed, the smallest and the largest ratio, not "
-            "below 0"
+            f"Invalid trust_bounds: {bounds!r}; two numbers are needed, the smallest and the largest ratio, "
+            "not below 0"
         )
     if not max_weight_norm > 0:
         raise ValueError(f"Invalid max_weight_norm: {max_weight_norm}; use a positive number")

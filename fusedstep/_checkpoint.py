@@ -70,7 +70,7 @@ def unpack(states: dict[Any, Any], state_dtype: torch.dtype | None) -> None:
     for p, values in states.items():
         if isinstance(values, dict):
             for name, value in values.items():
-                # what was never in one comes with a whole optimizer, perhaps in memory shared with another process
+                # what was in none came with a whole optimizer, perhaps in memory that processes share
                 if isinstance(value, _Box) or (name == "step" and not isinstance(value, Tensor)):
                     values[name] = _loaded(p, name, value, state_dtype)
 

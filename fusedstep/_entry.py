@@ -40,7 +40,7 @@ class Known(NamedTuple):
 
     state: dict[Tensor, dict[str, Any]]
     unsaved_steps: dict[Tensor, Tensor]
-    names: dict[Tensor, str] = {}
+    names: dict[Tensor, str]
 
 
 @dataclass(slots=True, eq=False)

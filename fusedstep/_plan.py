@@ -238,6 +238,8 @@ class Plan:
                     cells.append((i, len(row), number))
                 # not 0, which for some means off
                 row.append(1.0 if isinstance(number, Tensor) else number)
+        if len(row) != OPTIONS + rule.scalars.__code__.co_argcount - 1 - len(rule.inputs):
+            raise ValueError(f"group {i} has too many or too few numbers in its options: {dict(own)}")
         return row, cells
 
     def check_capturable(self, optimizer: Any) -> None:

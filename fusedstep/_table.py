@@ -292,8 +292,8 @@ def _check_shared(count: Tensor, entry: Entry) -> None:
     if count.numel() != 1 or entry.device.type != "cpu":
         raise RuntimeError(
             f"a step count of shape {tuple(count.shape)} is in the host's shared memory, its parameter on "
-            f"{entry.device}; processes can share the count of one that is on the CPU, as one number. Otherwise "
-            "use one that is not shared"
+            f"{entry.device}; processes can share the count of one that is on the CPU, as one number. Use one, "
+            "or a count that is not shared"
         )
 
 

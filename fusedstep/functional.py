@@ -341,7 +341,7 @@ class _Call:
             for bucket in table.buckets
         ]
         for entry in entries:
-            entry.commit(Known({}, {}))
+            entry.commit(Known({}, {}, {}))
         for bucket, _ in self._buckets:
             bucket.survey()
             # counted with the states, by `step`
@@ -359,7 +359,7 @@ class _Call:
     def _entry(self, roles: tuple[Tensor, ...], rule: Rule, settings: Settings) -> Entry:
         p, g, *states = roles
         state = dict(zip(rule.states.values(), states, strict=True))
-        entry = make_entry(p, rule, 0, Known({p: {**state}} if state else {}, {}), settings, given=g)
+        entry = make_entry(p, rule, 0, Known({p: {**state}} if state else {}, {}, {}), settings, given=g)
         self._moved += [(state[name], copy) for name, copy in entry.fresh.items()]
         return entry
 

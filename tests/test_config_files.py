@@ -1,4 +1,4 @@
-"""Optimizers as configuration files make them: hydra's ListConfig for a pair, names for dtypes; what is no pair."""
+"""Optimizers as configuration files make them: lists for pairs, names for dtypes; and what is no pair."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_hydra_instantiates_an_optimizer(name):
         o.step()
     assert torch.equal(p, q)
     assert optimizer.state[p]["exp_avg"].dtype == torch.float32
-    assert optimizer.state_dict() .keys() == eager.state_dict().keys()
+    assert optimizer.state_dict().keys() == eager.state_dict().keys()
     assert optimizer.state_dict()["param_groups"] == eager.state_dict()["param_groups"]
 
 
@@ -91,11 +91,11 @@ def test_state_dtype_is_understood_by_name(dtype, prefix):
 
 @pytest.mark.parametrize("name", ["int8", "torch.complex64", "fp32", ""])
 def test_a_name_of_no_state_dtype_is_refused_with_those_there_are(name):
-    with pytest.raises(ValueError, match=rf"Invalid state_dtype: {name}; use one of \(torch.float32, .*bfloat16"):
+    with pytest.raises(ValueError, match=rf"Invalid state_dtype: {name}; use .*torch.float32, .*bfloat16"):
         fusedstep.AdamW([parameter()], state_dtype=name)
 
 
-@pytest.mark.parametrize("betas", [0.9, (0.9,), [], (0.9, 0.99, 0.999), None, "0.9", torch.tensor(0.9)], ids=str)
+@pytest.mark.parametrize("betas", [0.9, (0.9,), [], (0.9, 0.99, 0.999), None, "0.9", torch.ones(())], ids=str)
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Lamb"])
 def test_betas_that_are_not_two_are_told_so(name, betas):
     cls = getattr(fusedstep, name)
@@ -105,14 +105,14 @@ def test_betas_that_are_not_two_are_told_so(name, betas):
     optimizer = cls([p])
     optimizer.param_groups[0]["betas"] = betas
     p.grad = torch.ones(4)
-    with pytest.raises(ValueError, match="group 0 has betas=.*two numbers are needed"):
+    with pytest.raises(ValueError, match=r"group 0 has betas=.*two numbers are needed"):
         optimizer.step()
     assert torch.equal(p, parameter())
 
 
 @pytest.mark.parametrize("bounds", [1.0, (1.0,), (2.0, 1.0)], ids=str)
 def test_trust_bounds_that_are_not_two_are_told_so(bounds):
-    with pytest.raises(ValueError, match="Invalid trust_bounds: .*two numbers are needed"):
+    with pytest.raises(ValueError, match=r"Invalid trust_bounds: .*two numbers are needed"):
         fusedstep.Lamb([parameter()], trust_bounds=bounds)
 
 

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fusedstep
+from tests import ranks
 from tests.cases import KINDS, name_of
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
@@ -116,7 +118,7 @@ def test_it_can_be_asked_for_later_and_survives_copies():
     optimizer.skip_nonfinite = "raise"
     assert copy.deepcopy(optimizer).skip_nonfinite == "raise"
     give_gradients(net, float("nan"), ["0.bias"])
-    with pytest.raises(FloatingPointError, match="'0.bias'"):
+    with pytest.raises(FloatingPointError, match=r"'0.bias'"):
         optimizer.step()
     with pytest.raises(ValueError, match=r"Invalid skip_nonfinite: 'warn'; use True, False or \"raise\""):
         fusedstep.AdamW(net.parameters(), skip_nonfinite="warn")
@@ -134,6 +136,66 @@ def test_no_graph_can_raise():
         make_fx(step)(torch.ones(3))
 
 
+def test_no_capture_can_raise(monkeypatch):
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = fusedstep.AdamW([p], skip_nonfinite="raise")
+    optimizer.step()
+    monkeypatch.setattr("fusedstep.engines.is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r'skip_nonfinite="raise" reads back.*use skip_nonfinite=True'):
+        optimizer.step()
+
+
+def of_parts(placement):
+    """Every rank raises, though one alone holds the bad element."""
+    mesh = ranks.mesh(2)
+    weights = [distribute_tensor(torch.ones(5, 2), mesh, [placement]) for _ in range(2)]
+    params = [*zip("ab", map(torch.nn.Parameter, weights), strict=True)]
+    optimizer = fusedstep.AdamW(params, skip_nonfinite="raise", max_grad_norm=1.0)
+    good, bad = torch.ones(5, 2), torch.ones(5, 2)
+    bad[4, 1] = float("inf")
+    for grads, name in (((good, good), None), ((good, bad), "b"), ((good, good), None)):
+        for (_, p), g in zip(params, grads, strict=True):
+            p.grad = distribute_tensor(g, mesh, [placement])
+        if name is None:
+            optimizer.step()
+        else:
+            with pytest.raises(FloatingPointError, match=f"gradients of '{name}', and"):
+                optimizer.step()
+    assert [optimizer.state[p]["step"].item() for _, p in params] == [2, 2]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_ranks_that_hold_parts_raise_alike(placement, two):
+    two.run(of_parts, placement)
+
+
+def of_stages(has_parameters):
+    """Of ranks that step other parameters all raise; one of them has none."""
+    rank = torch.distributed.get_rank()
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusedstep.AdamW(
+        [(f"stage{rank}.weight", p)], skip_nonfinite="raise", norm_group=torch.distributed.group.WORLD
+    )
+    for bad in (False, True, False):
+        p.grad = torch.ones(3) if rank == 0 or has_parameters else None
+        if bad and rank == 0:
+            p.grad[1] = float("nan")
+        if bad:
+            found = "'stage0.weight'" if rank == 0 else "parameters of other ranks"
+            with pytest.raises(FloatingPointError, match=f"gradients of {found}, and"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    if p.grad is not None:
+        assert optimizer.state[p]["step"] == 2
+
+
+@pytest.mark.parametrize("has_parameters", [True, False])
+def test_ranks_of_a_norm_group_raise_alike(has_parameters, two):
+    two.run(of_stages, has_parameters)
+
+
 @cases
 def test_statistics_tell_by_name(case, engine):
     net = model()
@@ -148,7 +210,7 @@ def test_statistics_tell_by_name(case, engine):
     assert [name for name, count in found.items() if count > 0] == ["0.bias"]
     assert found["2.weight"] != found["2.weight"]
     assert seen.by_name("grad_norms").keys() == found.keys()
-    with pytest.raises(ValueError, match=r"'grad_norm' does not tell of each parameter; use one of \('grad_norms'"):
+    with pytest.raises(ValueError, match=r"'grad_norm' does not tell of each.*use one of \('grad_norms'"):
         seen.by_name("grad_norm")
 
 

@@ -1,4 +1,4 @@
-"""Whoever looks at torch's operations sees a step: a trace records it, a mode counts it, a fake tensor stays one."""
+"""Whoever looks at torch's operations sees a step: a trace records it, a mode sees it, fake tensors stay so."""
 
 import copy
 
@@ -121,13 +121,13 @@ def test_a_step_of_what_a_trace_is_given_updates_what_its_graph_is_given(case, m
 @cases
 def test_a_step_is_functionalized(case):
     trained_params, optimizer = trained(case)
-    params, given = [p.detach().clone() for p in trained_params], [{**optimizer.state[p]} for p in trained_params]
-    grads = [torch.ones_like(p) for p in params]
-    expected = functional_step(case)(*copy.deepcopy((params, grads, given)))
-    args = copy.deepcopy((params, grads, given))
-    close(functionalize(functional_step(case))(*args), expected)
-    graph = make_fx(functionalize(functional_step(case)))(*copy.deepcopy((params, grads, given)))
-    close(graph(*copy.deepcopy((params, grads, given))), expected)
+    params = [p.detach().clone() for p in trained_params]
+    given = params, [torch.ones_like(p) for p in params], [{**optimizer.state[p]} for p in trained_params]
+    step, inputs = functional_step(case), lambda: copy.deepcopy(given)
+    expected = step(*inputs())
+    close(functionalize(step)(*inputs()), expected)
+    graph = make_fx(functionalize(step))(*inputs())
+    close(graph(*inputs()), expected)
 
 
 @cases
