@@ -342,7 +342,9 @@ class Optimizer(torch.optim.Optimizer):
                     f"{name} holds for the whole optimizer; pass it beside the groups, not in one, and to "
                     f"ZeroRedundancyOptimizer by functools.partial({type(self).__name__}, {name}=...)"
                 )
-            param_group.update(with_tuples(param_group))
+            # a list stays one, as in torch's groups, and may be changed in place
+            lists = {name: value for name, value in param_group.items() if type(value) is list}
+            param_group.update(with_tuples(param_group) | lists)
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if any(map(is_flat, self.param_groups[-1]["params"])):
