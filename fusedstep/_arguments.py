@@ -5,11 +5,57 @@ and tests out there depend on them.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ._scalars import SCHEDULES
+
+STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def as_state_dtype(value: Any) -> torch.dtype | None:
+    """A `state_dtype`, by its name if it comes from a configuration file.
+
+    >>> as_state_dtype("float32"), as_state_dtype("torch.bfloat16"), as_state_dtype(None)
+    (torch.float32, torch.bfloat16, None)
+    """
+    names = {str(dtype): dtype for dtype in STATE_DTYPES}
+    dtype = names.get(f"torch.{value.removeprefix('torch.')}") if isinstance(value, str) else value
+    if value is not None and dtype not in STATE_DTYPES:
+        raise ValueError(f"Invalid state_dtype: {value}; use one of {STATE_DTYPES}, its name, or None")
+    return dtype
+
+
+def as_skip(value: Any) -> bool | str:
+    """A `skip_nonfinite`: whether a step is skipped, or "raise"."""
+    if isinstance(value, str) and value != "raise":
+        raise ValueError(f'Invalid skip_nonfinite: {value!r}; use True, False or "raise"')
+    return value if isinstance(value, str) else bool(value)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether an option is several values: a tuple, or whatever a configuration file makes of one."""
+    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str)
+
+
+def with_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a group in which all sequences are tuples, as torch.optim's are, which never change.
+
+    >>> with_tuples({"lr": 0.1, "betas": [0.9, 0.99]})
+    {'lr': 0.1, 'betas': (0.9, 0.99)}
+    """
+    return {
+        name: tuple(value) if is_sequence(value) and name not in ("params", "param_names") else value
+        for name, value in options.items()
+    }
+
+
+def _is_pair(value: Any) -> bool:
+    return is_sequence(value) and len(value) == 2
 
 
 def check_lr(lr: float | Tensor) -> None:
@@ -35,8 +81,8 @@ def check_adam(lr: float | Tensor, betas: tuple, eps: float, weight_decay: float
     check_lr(lr)
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
-    if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}; two are needed")
+    if not _is_pair(betas):
+        raise ValueError(f"Invalid betas: {betas!r}; two numbers are needed, such as (0.9, 0.999)")
     for i, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{i}] must be 1-element")
@@ -69,8 +115,11 @@ def check_schedule(schedule: str, warmup: float, t_total: float) -> None:
 
 
 def check_trust(bounds: tuple[float, float], max_weight_norm: float) -> None:
-    if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
-        raise ValueError(f"Invalid trust_bounds: {bounds}; use the smallest and the largest ratio, not below 0")
+    if not _is_pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
+        raise ValueError(
+            f"Invalid trust_bounds: {bounds!r}; two numbers are needed, the smallest and the largest ratio, "
+            "not below 0"
+        )
     if not max_weight_norm > 0:
         raise ValueError(f"Invalid max_weight_norm: {max_weight_norm}; use a positive number")
 

@@ -70,7 +70,8 @@ def unpack(states: dict[Any, Any], state_dtype: torch.dtype | None) -> None:
     for p, values in states.items():
         if isinstance(values, dict):
             for name, value in values.items():
-                if isinstance(value, _Box) or name == "step":
+                # what was in none came with a whole optimizer, perhaps in memory that processes share
+                if isinstance(value, _Box) or (name == "step" and not isinstance(value, Tensor)):
                     values[name] = _loaded(p, name, value, state_dtype)
 
 
@@ -80,7 +81,9 @@ def _loaded(p: Any, name: str, value: Any, state_dtype: torch.dtype | None) -> A
     if not isinstance(p, Tensor):  # a state that belongs to no parameter is kept as it is
         return value
     if name == "step":
+        # on the host, whatever the default device is; the plan moves it
+        count = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         # a copy: the dict may be another optimizer's, still counting
-        return torch.as_tensor(value, dtype=_get_scalar_dtype()).detach().clone()
+        return count.detach().to(_get_scalar_dtype(), copy=True)
     dtype = state_dtype_for(p, name, state_dtype)
     return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)

@@ -34,10 +34,13 @@ class Settings(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What an optimizer remembers: the states it saves, and step counts that are no part of them."""
+    """What an optimizer remembers: the states it saves, step counts that are no part of them, and names of
+    parameters, if it was given any.
+    """
 
     state: dict[Tensor, dict[str, Any]]
     unsaved_steps: dict[Tensor, Tensor]
+    names: dict[Tensor, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +203,7 @@ def make_entry(
             if name == EMA:
                 tensor.copy_(p)
         else:
-            _check_state(found, whole, name)
+            _check_state(found, whole, name, known.names.get(whole))
             tensor = _adopted(local(found), p, strides, engine)
         states.append(tensor)
         if tensor is not local(found):
@@ -266,17 +269,21 @@ def _new_state(p: Tensor, strides: tuple, dtype: torch.dtype, engine: ModuleType
     return empty_like(p, strides, dtype).zero_()
 
 
-def _check_state(found: Tensor, p: Tensor, name: str) -> None:
+def _check_state(found: Tensor, p: Tensor, name: str, of: str | None) -> None:
+    owner = "its parameter" if of is None else f"its parameter {of!r}"
     if found.shape != p.shape or found.is_complex() != p.is_complex():
         raise RuntimeError(
-            f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, its parameter "
+            f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, {owner} "
             f"{tuple(p.shape)} and {p.dtype}; load a matching checkpoint or delete optimizer.state[p]"
         )
     if not (found.is_floating_point() or found.is_complex()):
-        raise TypeError(f"state {name!r} is {found.dtype}, not floating-point; load a matching checkpoint")
+        raise TypeError(
+            f"state {name!r} of {owner.removeprefix('its ')} is {found.dtype}, not floating-point; load a "
+            "matching checkpoint"
+        )
     if not _shards.lies_alike(found, p):
         raise RuntimeError(
-            f"state {name!r} is not distributed as its parameter is; load the checkpoint with "
+            f"state {name!r} is not distributed as {owner} is; load the checkpoint with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
 

@@ -14,19 +14,18 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_h
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from . import engines
-from ._arguments import arguments_of, check_flags
+from ._arguments import arguments_of, as_skip, as_state_dtype, check_flags, with_tuples
 from ._capture import Capture, Group
 from ._checkpoint import loadable, unpack
 from ._entry import Settings
 from ._passes import EMA, Besides, Rule, norm_of
-from ._plan import Plan
+from ._plan import Plan, names_in
 from ._shards import Kept, check_group, drop_gathered, is_flat, on_several_meshes, ranks_of
 from ._statistics import Statistics, collected
 from ._table import CLIP_SCOPES, Amp
 
 # arguments that hold for all groups
 _WHOLE = {"norm_type", "norm_group", "skip_nonfinite", "statistics", "state_dtype", "engine", "clip_scope"}
-STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -55,14 +54,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """With all arguments of a subclass: `params`, a few for the whole optimizer, and group options."""
-        defaults = {**arguments, **self.fixed}
+        defaults = with_tuples({**arguments, **self.fixed})
         for name in ("self", "__class__"):
             defaults.pop(name, None)
         params, state_dtype, engine = (defaults.pop(name) for name in ("params", "state_dtype", "engine"))
         clip_scope, norm_type = defaults.pop("clip_scope", "global"), defaults.pop("norm_type", 2.0)
         norm_group = defaults.pop("norm_group", None)
-        # set to True, a step is skipped if a gradient holds NaN or inf
-        self.skip_nonfinite = bool(defaults.pop("skip_nonfinite", False))
+        # set to True, a step is skipped if a gradient holds NaN or inf; set to "raise", it raises
+        self.skip_nonfinite = as_skip(defaults.pop("skip_nonfinite", False))
         # set to True, `statistics()` has something to tell
         self.collect_statistics = bool(defaults.pop("statistics", False))
         declared = arguments_of(type(self))
@@ -71,8 +70,6 @@ class Optimizer(torch.optim.Optimizer):
                 # groups then read as torch's do
                 defaults.pop(name, None)
         self._check(defaults)
-        if state_dtype is not None and state_dtype not in STATE_DTYPES:
-            raise ValueError(f"Invalid state_dtype: {state_dtype}; use one of {STATE_DTYPES}, or None")
         if engine is not None and engine not in engines.NAMES:
             raise ValueError(f"Invalid engine: {engine!r}; use one of {engines.NAMES}, or None")
         if clip_scope not in CLIP_SCOPES:
@@ -80,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
         norm_of(norm_type)
         if norm_group is not None:
             check_group(norm_group, clip_scope)
-        self.state_dtype, self.engine = state_dtype, engine
+        self.state_dtype, self.engine = as_state_dtype(state_dtype), engine
         self.clip_scope, self.norm_type, self.norm_group = clip_scope, float(norm_type), norm_group
         # as torch has it: the constructor's word alone, whatever groups and checkpoints say
         fused = defaults.get("fused")
@@ -191,7 +188,9 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         # our GradScaler leaves it to us to find out about the second
         amp = Amp.of(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        guards = self.skip_nonfinite or (amp.scale is not None and amp.found_inf is None)
+        # what a GradScaler finds is its own to skip
+        raises = self.skip_nonfinite == "raise" and amp.scale is None and amp.found_inf is None
+        guards = bool(self.skip_nonfinite) or (amp.scale is not None and amp.found_inf is None)
         clears = zero_grad and not set_to_none
         # torch's scaler is promised unscaled gradients, unless nobody will see them
         unscales = amp.scale is not None and amp.found_inf is not None and not zero_grad
@@ -200,7 +199,17 @@ class Optimizer(torch.optim.Optimizer):
         )
         if clears:
             self._detach_grads()
-        captures = engines.is_capturing()
+        captures, traced = engines.is_capturing(), engines.is_traced()
+        if raises and (captures or traced):
+            raise RuntimeError(
+                'skip_nonfinite="raise" reads back what a step measures, which no graph can; use '
+                "skip_nonfinite=True, and look at optimizer.step_was_skipped"
+            )
+        if traced:
+            self._trace(besides, amp)
+            if zero_grad and set_to_none:
+                self.zero_grad(set_to_none=True)
+            return loss
         if self._capture is not None and not captures:
             self._capture.check(self, besides)
         # kept only if the step comes through: after an exception the next one starts over; but not from a graph
@@ -214,7 +223,7 @@ class Optimizer(torch.optim.Optimizer):
             plan = Plan(self, besides, self._status)
         if captures:
             plan.check_capturable(self)
-        plan.step(amp)
+        plan.step(amp, raises)
         self._plan, self._status = plan, plan.status
         if captures:
             self.release_graph()
@@ -226,6 +235,23 @@ class Optimizer(torch.optim.Optimizer):
                 for p in group["params"]:
                     p.grad = None
         return loss
+
+    def _trace(self, besides: Besides, amp: Amp) -> None:
+        """A step in operations that a trace records, on the very tensors that the state has."""
+        before = {p: {**values} for p, values in self.state.items()}
+        unsaved = {**self.unsaved_steps}
+        try:
+            # of this step alone: its tables belong to the trace
+            Plan(self, besides, None).step(amp)
+            for values, old in ((self.state[p], before[p]) for p in before):
+                _keep(values, old, "step")
+            for p in unsaved:
+                _keep(self.unsaved_steps, unsaved, p)
+        except BaseException:
+            self.unsaved_steps = unsaved
+            self.state.clear()
+            self.state.update(before)
+            raise
 
     @property
     def step_was_skipped(self) -> Tensor:
@@ -239,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
         >>> optimizer.step_was_skipped, optimizer.skipped_steps
         (tensor(True), tensor(1))
         """
-        return torch.tensor(False) if self._status is None else self._status[engines.SKIP] != 0
+        return torch.tensor(False, device="cpu") if self._status is None else self._status[engines.SKIP] != 0
 
     @property
     def _found_nonfinite(self) -> Tensor | None:
@@ -249,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped so far, as a tensor on their device."""
-        return torch.tensor(0) if self._status is None else self._status[engines.SKIPPED].long()
+        return torch.tensor(0, device="cpu") if self._status is None else self._status[engines.SKIPPED].long()
 
     def statistics(self) -> Statistics:
         """What the last step measured, on the device: only reading it waits.
@@ -268,7 +294,8 @@ class Optimizer(torch.optim.Optimizer):
                 "the last step has collected no statistics; construct with statistics=True, then step() with "
                 "gradients"
             )
-        return collected(self._plan.tables, [p for group in self.param_groups for p in group["params"]])
+        params = [p for group in self.param_groups for p in group["params"]]
+        return collected(self._plan.tables, params, names_in(self.param_groups))
 
     @contextlib.contextmanager
     def ema_parameters(self, *modules: torch.nn.Module) -> Iterator[None]:
@@ -337,6 +364,9 @@ class Optimizer(torch.optim.Optimizer):
                     f"{name} holds for the whole optimizer; pass it beside the groups, not in one, and to "
                     f"ZeroRedundancyOptimizer by functools.partial({type(self).__name__}, {name}=...)"
                 )
+            # a list stays one, as in torch's groups, and may be changed in place
+            lists = {name: value for name, value in param_group.items() if type(value) is list}
+            param_group.update(with_tuples(param_group) | lists)
             self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if any(map(is_flat, self.param_groups[-1]["params"])):
@@ -367,11 +397,22 @@ class Optimizer(torch.optim.Optimizer):
         self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
+        if "differentiable" not in arguments_of(type(self)):
+            # torch gives it to every optimizer; a group of ours would then not be what was loaded
+            self.defaults.pop("differentiable", None)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             group.update(self.fixed)
         unpack(self.state, self.state_dtype)
+
+
+@torch.no_grad()
+def _keep(values: Any, old: Any, key: Any) -> None:
+    """Have the count that was there hold what is there now."""
+    if isinstance(old.get(key), Tensor):
+        old[key].copy_(values[key].reshape(old[key].shape))
+        values[key] = old[key]
 
 
 @torch.no_grad()

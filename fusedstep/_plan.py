@@ -7,7 +7,7 @@ until the next step finds it gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -17,20 +17,23 @@ import torch
 from torch import Tensor
 
 from . import _scan, _shards
+from ._arguments import is_sequence
 from ._entry import Entry, Known, Settings, make_entry
 from ._passes import Besides, complete
 from ._table import Amp, clips, make_tables, new_status, step, upload
-from .engines import FOUND, OPTIONS, SKIP, SKIPPED, is_capturing
+from .engines import FOUND, OPTIONS, SKIP, SKIPPED, is_capturing, is_traced, is_watched
 
 _params = itemgetter("params")
 
 
-def _numbers(name: str, option: Any, group: int) -> Iterable[float | Tensor]:
+def _numbers(name: str, option: Any, group: int, pair: bool) -> Iterable[float | Tensor]:
     """The numbers in a group's option: one, or a pair; a tensor on a device stays a tensor."""
-    pair = isinstance(option, (tuple, list)) and len(option) == 2
+    if pair and not (is_sequence(option) and len(option) == 2):
+        raise ValueError(f"group {group} has {name}={option!r}; two numbers are needed")
+    stays = is_traced()
     for value in option if pair else (option,):
         try:
-            if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu":
+            if isinstance(value, Tensor) and value.numel() == 1 and (value.device.type != "cpu" or stays):
                 yield value.detach().reshape(())
             else:
                 # plus 0: a string is no number, though float() would read it
@@ -46,6 +49,15 @@ def _values(optimizer: Any) -> Iterable[Any]:
         for value in map(group.get, optimizer.all_options):
             yield from value if isinstance(value, tuple) else (value,)
 
+
+def names_in(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
+    """Of parameters that were given with their names, as `model.named_parameters()` does."""
+    named = (zip(group["params"], group.get("param_names", ()), strict=False) for group in groups)
+    return dict(chain.from_iterable(named))
+
+
+# how many an error lists
+_MOST_NAMES = 8
 
 # group, column and value of a hyper-parameter that lives on a device
 Cell = tuple[int, int, Tensor]
@@ -72,7 +84,8 @@ class Plan:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, optimizer: Any, besides: Besides, previous: Tensor | None) -> None:
-        groups, known = optimizer.param_groups, Known(optimizer.state, optimizer.unsaved_steps)
+        groups = optimizer.param_groups
+        known = Known(optimizer.state, optimizer.unsaved_steps, names_in(groups))
         self._members = [[*members] for members in map(_params, groups)]
         params = [*chain.from_iterable(self._members)]
         if len(set(map(id, params))) != len(params):
@@ -85,7 +98,7 @@ class Plan:
             del optimizer.unsaved_steps[gone]
         self._read_options(optimizer)
 
-        self.besides = besides
+        self.besides, self._watched, self._names = besides, is_watched(), known.names
         measures = besides.guards or clips(self._hyper)
         self._settings = settings = optimizer.settings._replace(besides=besides._replace(measures=measures))
         self._norm_group = optimizer.norm_group
@@ -129,7 +142,9 @@ class Plan:
 
     def describes(self, optimizer: Any, besides: Besides) -> bool:
         """Whether this is still the optimizer's plan, once brought up to date with what only moved."""
-        if besides != self.besides or optimizer.norm_group is not self._norm_group:
+        if besides != self.besides or is_watched() != self._watched:
+            return False
+        if optimizer.norm_group is not self._norm_group:
             return False
         groups = optimizer.param_groups
         verdict = _scan.UNSURE if self._scan is None else self._scan.look(groups, optimizer.state)
@@ -218,7 +233,7 @@ class Plan:
         own = [(name, optimizer.number(name, group[name])) for name in optimizer.options]
         row, cells = [-1.0 if group["maximize"] else 1.0], []
         for name, value in (*((name, 0 if value is None else value) for name, value in common), *own):
-            for number in _numbers(name, value, i):
+            for number in _numbers(name, value, i, isinstance(optimizer.defaults.get(name), tuple)):
                 if isinstance(number, Tensor):
                     cells.append((i, len(row), number))
                 # not 0, which for some means off
@@ -247,8 +262,9 @@ class Plan:
             for row, column, value in self._cells:
                 table.hyper[row, column].copy_(value, non_blocking=True)
 
-    def step(self, amp: Amp) -> None:
-        found = step(self.tables, amp, self._settings)
+    def step(self, amp: Amp, raises: bool = False) -> None:
+        """Take a step; if it `raises`, not where a gradient holds NaN or inf, which waits for the device."""
+        found = step(self.tables, amp, self._settings, self._check_finite if raises else None)
         if not self.tables:
             # filled where they are: a number or tensor of the host that is assigned waits for the device
             self.status[FOUND].zero_()
@@ -256,6 +272,30 @@ class Plan:
                 self.status[FOUND].add_(number)
             self.status[SKIP] = self.status[FOUND] != 0
             self.status[SKIPPED] += self.status[SKIP]
+
+    def _check_finite(self, measured: Sequence[Tensor]) -> None:
+        """Raise where gradients are not finite, here or on other ranks."""
+        # one that had none may have come to one since: tables keep what they summed
+        counts = [table.sums[table.rule.named_sums["nonfinite"]].tolist() for table in self.tables]
+        entries = [entry for table in self.tables for entry in table.entries]
+        pairs = zip(entries, chain.from_iterable(counts), strict=True)
+        found = [self._called(entry) for entry, count in pairs if count != 0 and entry.grad is not None]
+        if not found and self._settings.others is not None and any(float(t[1].sum()) for t in measured):
+            found = ["parameters of other ranks"]
+        if found:
+            more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+            raise FloatingPointError(
+                f"{self._settings.owner} found NaN or inf in the gradients of {', '.join(found[:_MOST_NAMES])}"
+                f"{more}, and has updated nothing; look for what made them, or use skip_nonfinite=True to skip "
+                "such steps"
+            )
+
+    def _called(self, entry: Entry) -> str:
+        """A parameter as a reader knows it: by its name, if it has one."""
+        if entry.param in self._names:
+            return repr(self._names[entry.param])
+        place = [*map(id, self._members[entry.group])].index(id(entry.param))
+        return f"parameter {place} of group {entry.group}, shape {tuple(entry.param.shape)}"
 
     @property
     def decides(self) -> bool:

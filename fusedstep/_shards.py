@@ -158,7 +158,7 @@ def spreads(params: Sequence[Any], rows: Sequence[int], device: torch.device) ->
                 found.setdefault(_ranks(p, dim), []).append(row)
     everything = [*range(len(rows))]
     return [
-        Spread(ranks, None if spread == everything else torch.tensor(spread).to(device))
+        Spread(ranks, None if spread == everything else torch.tensor(spread, device="cpu").to(device))
         for ranks, spread in found.items()
     ]
 

@@ -14,16 +14,7 @@ from ._table import Table, upload
 from .engines import GRADIENT, LIVE, SCALE, SKIP
 
 
-class Statistics(NamedTuple):
-    """What the last step measured: of all parameters, then of each in the order of the groups.
-
-    All are tensors on one device, that of the first parameter stepped. Norms are L2, those of gradients of the
-    optimizer's `norm_type`, before clipping and without the scale of a GradScaler. The update is what was to be
-    added to the parameters, decay included; it and the parameters are taken before they are rounded to 16 bits.
-    What was not measured is NaN: everything of a parameter without a gradient, and most of a step that was
-    skipped, whose update is 0.
-    """
-
+class _Measured(NamedTuple):
     skipped: Tensor
     grad_norm: Tensor
     param_norm: Tensor
@@ -37,6 +28,45 @@ class Statistics(NamedTuple):
     nonfinites: Tensor
     # LAMB's; None for others
     trust_ratios: Tensor | None
+
+
+class Statistics(_Measured):
+    """What the last step measured: of all parameters, then of each in the order of the groups.
+
+    All are tensors on one device, that of the first parameter stepped. Norms are L2, those of gradients of the
+    optimizer's `norm_type`, before clipping and without the scale of a GradScaler. The update is what was to be
+    added to the parameters, decay included; it and the parameters are taken before they are rounded to 16 bits.
+    What was not measured is NaN: everything of a parameter without a gradient, and most of a step that was
+    skipped, whose update is 0.
+    """
+
+    # of the parameters, None unless all were given with theirs; no field: those are all tensors
+    names: tuple[str, ...] | None = None
+
+    def by_name(self, field: str) -> dict[str, float]:
+        """What a field says of each parameter, by its name. This waits for the device.
+
+        >>> import torch, fusedstep
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = fusedstep.SGD(model.named_parameters(), skip_nonfinite=True, statistics=True)
+        >>> model(torch.tensor([[1.0, float("inf")]])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.statistics().by_name("nonfinites")
+        {'weight': 1.0, 'bias': 0.0}
+        """
+        if field not in _OF_EACH:
+            raise ValueError(f"{field!r} does not tell of each parameter; use one of {_OF_EACH}")
+        values = getattr(self, field)
+        if values is None:
+            raise ValueError(f"this optimizer has no {field}; Lamb has")
+        if self.names is None:
+            raise RuntimeError(
+                "the optimizer knows no names of its parameters; construct it from model.named_parameters()"
+            )
+        return dict(zip(self.names, values.tolist(), strict=True))
+
+
+_OF_EACH = ("grad_norms", "param_norms", "update_norms", "clip_factors", "nonfinites", "trust_ratios")
 
 
 def _of_table(table: Table) -> dict[str, Tensor]:
@@ -61,8 +91,8 @@ def _of_table(table: Table) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
-    """From the tables of an optimizer with these parameters."""
+def collected(tables: Sequence[Table], params: Sequence[Tensor], names: dict[Tensor, str]) -> Statistics:
+    """From the tables of an optimizer with these parameters, some of which have names."""
     device, norm = tables[0].device, NORMS[tables[0].besides.norm_type]
     where = {id(p): i for i, p in enumerate(params)}
     stepped = [entry.param for table in tables for entry in table.entries]
@@ -81,7 +111,7 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
     def measured(name: str, otherwise: float) -> Tensor:
         return torch.where(live, of_rows[name], otherwise)
 
-    return Statistics(
+    seen = Statistics(
         skipped=tables[0].status[SKIP] != 0,
         grad_norm=norm.joined(measured("grad_norms", 0)),
         param_norm=torch.linalg.vector_norm(measured("param_norms", 0)),
@@ -90,3 +120,6 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor]) -> Statistics:
         nonfinite=measured("nonfinites", 0).sum(),
         **each,
     )
+    if len(names) == len(params):
+        seen.names = tuple(names[p] for p in params)
+    return seen

@@ -13,7 +13,7 @@ per group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,11 +39,12 @@ from .engines import (
     SEGMENT,
     compute_dtype,
     is_capturing,
+    is_traced,
 )
 
 
 def _tensor(number: Any) -> Tensor | None:
-    return number if number is None or isinstance(number, Tensor) else torch.tensor(float(number))
+    return number if number is None or isinstance(number, Tensor) else torch.tensor(float(number), device="cpu")
 
 
 class Amp(NamedTuple):
@@ -70,7 +71,9 @@ class Bucket:
         self.entries, self.rows, self.engine = entries, rows, engine
         self.rule, self.dtypes = entries[0].rule, entries[0].dtypes
         self.compute_dtype = compute_dtype(self.dtypes)
-        self.numels = np.array([real_numel(_shards.local(entry.param)) for entry in entries], np.int64)
+        # a number on every rank, but for ranks in one process, which work on tensors
+        by_address = entries if engine.BY_ADDRESS else []
+        self.numels = np.array([real_numel(_shards.local(entry.param)) for entry in by_address], np.int64)
         # set by every survey: what is written, entries that need a copy, the compiled look
         self.written: list[Tensor] = []
         self.staged: list[Entry] = []
@@ -162,7 +165,7 @@ class Table:
         exact = torch.float32 if self.device.type == "mps" else settings.exact
         scalars = OWN + max(p.scalar_count for entry in entries for p in entry.rule.passes)
         scalars += len(self.rule.reports)
-        self.rows = torch.from_numpy(self.host_rows).to(self.device)
+        self.rows = _from_host(self.host_rows, self.device)
         # where the next graph that captures a step will find them
         self._rows_to_capture: Tensor | None = None
         self.scalars = torch.zeros(len(entries), scalars, dtype=exact, device=self.device)
@@ -175,9 +178,9 @@ class Table:
         # what tables and ranks tell each other of their gradients
         self.measured = of_pass[0][: len(_deciding(self.besides))]
         # what was measured of all gradients that may be clipped together, and who goes with whom
-        self.everyone = of_pass[0], torch.from_numpy(self.segments).to(self.device)
+        self.everyone = of_pass[0], _from_host(self.segments, self.device)
         self.status = new_status(self.device)
-        self.hyper = torch.from_numpy(hyper).to(self.device, exact, copy=True)
+        self.hyper = _from_host(hyper, self.device, exact).clone()
         self.steps = self._adopt_steps()
         # the engine's own: how it prepares scalars, and makes a pass
         self.prepare: Any = None
@@ -196,12 +199,21 @@ class Table:
         """One vector of step counts, of which each entry gets a view."""
         counts = [entry.step for entry in self.entries]
         numbers = [0.0 if isinstance(n, Tensor) else n for n in counts]
-        steps = torch.tensor(numbers, dtype=_get_scalar_dtype(), device="cpu").to(self.device)
+        # zeros, and not the numbers themselves, which no dispatch mode would know of
+        steps = torch.zeros(len(numbers), dtype=_get_scalar_dtype(), device=self.device)
+        steps.copy_(torch.tensor(numbers, dtype=steps.dtype, device="cpu"))
+        # counts that other processes see, and their places in the vector
+        self._shared_counts: tuple[list[Tensor], list[Tensor]] = [], []
         # select, not unbind: a view that may itself be written in place
         for i, (entry, count) in enumerate(zip(self.entries, counts, strict=True)):
-            entry.adopt(steps[i])
+            ours = steps[i]
             if isinstance(count, Tensor):
-                entry.step.copy_(count.reshape(()), non_blocking=True)
+                ours.copy_(count.reshape(()), non_blocking=True)
+            if _is_shared(count):
+                _check_shared(count, entry)
+                for counts_of, t in zip(self._shared_counts, (count.detach().view(()), ours), strict=True):
+                    counts_of.append(t)
+            entry.adopt(count if _is_shared(count) else ours)
         return steps
 
     def refresh(self) -> bool:
@@ -235,9 +247,12 @@ class Table:
             self._check_grads()
         if self._rows_to_capture is None and self.device.type == "cuda" and not is_capturing():
             self._rows_to_capture = torch.empty_like(self.rows, device="cpu", pin_memory=True)
-        # on the host they are the same memory
-        if changed and self.device.type != "cpu":
+        # on the host they are the same memory, unless that is none
+        if changed and (self.device.type != "cpu" or is_traced()):
             self._upload_rows()
+        shared, ours = self._shared_counts
+        if shared:
+            torch._foreach_copy_(ours, shared)
         for bucket in self.buckets:
             for entry in bucket.staged:
                 entry.copy_in()
@@ -275,6 +290,23 @@ class Table:
                 entry.copy_out(self.besides)
             if self.engine.BY_ADDRESS:
                 bucket.count_writes(self.besides.clears)
+        shared, ours = self._shared_counts
+        if shared:
+            torch._foreach_copy_(shared, ours)
+
+
+def _is_shared(count: Any) -> bool:
+    """Whether a step count lies in memory that other processes see too; all of a GPU could be."""
+    return type(count) is Tensor and count.is_cpu and not is_traced() and count.is_shared()
+
+
+def _check_shared(count: Tensor, entry: Entry) -> None:
+    if count.numel() != 1 or entry.device.type != "cpu":
+        raise RuntimeError(
+            f"a step count of shape {tuple(count.shape)} is in the host's shared memory, its parameter on "
+            f"{entry.device}; processes can share the count of one that is on the CPU, as one number. Use one, "
+            "or a count that is not shared"
+        )
 
 
 # which gradients are clipped together, by their entries
@@ -301,7 +333,7 @@ def make_tables(entries: list[Entry], hyper: np.ndarray, settings: Settings) -> 
             segments = np.concatenate([table.segments for table in tables])
         for table in tables:
             shared = table.sums.new_zeros(len(table.measured), len(segments))
-            table.everyone = shared, torch.from_numpy(segments).to(table.device)
+            table.everyone = shared, _from_host(segments, table.device)
     for table in tables:
         table.engine.compile(table)
     return tables
@@ -313,8 +345,16 @@ def _deciding(besides: Besides) -> str:
     return measure_of(besides._replace(reports=False)).kinds
 
 
-def step(tables: list[Table], amp: Amp, settings: Settings) -> list[Tensor]:
-    """One step of everything in these tables. Where there are none: what has other ranks skip it, if not 0."""
+def step(
+    tables: list[Table],
+    amp: Amp,
+    settings: Settings,
+    look: Callable[[Sequence[Tensor]], None] | None = None,
+) -> list[Tensor]:
+    """One step of everything in these tables. Where there are none: what has other ranks skip it, if not 0.
+
+    Before anything is written, `look` is shown what tables and ranks have told each other of their gradients.
+    """
     others = [] if settings.others is None else [settings.others]
     if amp.found_inf is not None:
         told = dict.fromkeys(ranks for table in tables for ranks in table.holders)
@@ -331,6 +371,8 @@ def step(tables: list[Table], amp: Amp, settings: Settings) -> list[Tensor]:
         for ranks in others:
             # also where nothing was measured: the others wait for this one
             measured = [_shards.total(measured, _deciding(settings.besides), ranks)]
+        if look is not None:
+            look(measured)
         if measured:
             _share(tables, measured)
     for table, there in zip(tables, amps, strict=True):
@@ -347,8 +389,16 @@ def _share(tables: list[Table], measured: list[Tensor]) -> None:
         torch.cat([_shards.moved(t, table.device) for t in measured], 1, out=table.everyone[0])
 
 
+def _from_host(host: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of these numbers, on the host in the same memory if it can."""
+    if is_traced():
+        # one that is made by an operation, which then knows it
+        return torch.tensor(host.tolist(), dtype=dtype, device=device)
+    return torch.from_numpy(host).to(device, dtype)
+
+
 def upload(host: np.ndarray, device: Tensor) -> None:
-    source = torch.from_numpy(host).to(device.dtype)
+    source = _from_host(host, torch.device("cpu"), device.dtype)
     if device.is_cuda:
         # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
         source = source.pin_memory()

@@ -23,6 +23,7 @@ from ._shards import local
 from ._table import Amp, Table, make_tables, upload
 from ._table import step as step_tables
 from .engines import NAMES as NAMES_OF_ENGINES
+from .engines import is_watched
 from .optimizers import ADAM, AMSGRAD
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -340,7 +341,7 @@ class _Call:
             for bucket in table.buckets
         ]
         for entry in entries:
-            entry.commit(Known({}, {}))
+            entry.commit(Known({}, {}, {}))
         for bucket, _ in self._buckets:
             bucket.survey()
             # counted with the states, by `step`
@@ -358,7 +359,7 @@ class _Call:
     def _entry(self, roles: tuple[Tensor, ...], rule: Rule, settings: Settings) -> Entry:
         p, g, *states = roles
         state = dict(zip(rule.states.values(), states, strict=True))
-        entry = make_entry(p, rule, 0, Known({p: {**state}} if state else {}, {}), settings, given=g)
+        entry = make_entry(p, rule, 0, Known({p: {**state}} if state else {}, {}, {}), settings, given=g)
         self._moved += [(state[name], copy) for name, copy in entry.fresh.items()]
         return entry
 
@@ -408,7 +409,7 @@ def _call(
 ) -> list[Table]:
     """Step these tensors: checked first, or with an earlier call's tables if they are stored as those were."""
     # taken out, so that no other thread and nobody after an exception uses it
-    call = _calls.pop(key, None)
+    call = None if is_watched() else _calls.pop(key, None)
     if call is None or not call.fits(lists):
         check()
         call = _Call(lists, rule, settings, hyper)

@@ -9,7 +9,8 @@ Arguments that every class takes beyond its own:
     norm_group     process group of ranks that step other parameters of the same model, as those of
                    ZeroRedundancyOptimizer or the stages of a pipeline do: norm and skips are one for all
     skip_nonfinite skip a step, on the device, if a gradient holds NaN or inf; `step_was_skipped` and
-                   `skipped_steps` tell
+                   `skipped_steps` tell. "raise": wait for the device, and raise FloatingPointError that names
+                   the parameters, before anything is written
     ema_decay      keep a moving average of the parameters, state `ema`, in float32 at least, from what they are
                    before the first step with it; `ema_parameters()` shows it
     fused          who unscales gradients with torch's GradScaler, for the whole optimizer, as in torch. None,
@@ -19,7 +20,8 @@ Arguments that every class takes beyond its own:
                    the step in any case. Every step is fused, whatever this is
     statistics     sum up what `statistics()` then tells: norms of gradients, parameters, updates, and more
     state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters; None: the
-                   parameter's. It holds through save and load, whatever the checkpoint was saved with
+                   parameter's. It holds through save and load, whatever the checkpoint was saved with. Also by
+                   name, as configuration files have it: "float32"
     engine         "torch", "cpu" or "triton" to insist on one; None: the best one for each parameter
 
 Those that torch.optim has also take what they take there:
@@ -105,10 +107,10 @@ class SGD(Optimizer):
         max_grad_norm: float | Tensor | None = None,
         norm_type: float = 2.0,
         norm_group: Any = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool | str = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         check_sgd(lr, momentum, dampening, weight_decay, nesterov)
@@ -181,10 +183,10 @@ class Adam(_AdamFamily):
         max_grad_norm: float | Tensor | None = None,
         norm_type: float = 2.0,
         norm_group: Any = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool | str = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -238,10 +240,10 @@ class AdamW(_AdamFamily):
         max_grad_norm: float | Tensor | None = None,
         norm_type: float = 2.0,
         norm_group: Any = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool | str = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -319,10 +321,10 @@ class BertAdam(Optimizer):
         fused: bool | None = None,
         norm_type: float = 2.0,
         norm_group: Any = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool | str = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(locals())
@@ -403,10 +405,10 @@ class Lamb(Optimizer):
         fused: bool | None = None,
         norm_type: float = 2.0,
         norm_group: Any = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool | str = False,
         ema_decay: float | Tensor | None = None,
         statistics: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(locals())

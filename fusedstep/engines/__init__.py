@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, cuda, float32, float64
+from torch import _C, Tensor, _ops, cuda, empty, float32, float64
 
 NAMES = ("torch", "cpu", "triton")
 
@@ -55,9 +55,11 @@ _DTYPES = {
 def choose(roles: Sequence[Tensor], requested: str | None) -> ModuleType:
     """The engine for a parameter, its gradient and states: the one asked for, or the best for its device."""
     p = roles[0]
-    name = requested or _DEFAULT.get(p.device.type, "torch")
-    engine, problem = _load(name, p.device.type)
+    default = "torch" if is_watched() else _DEFAULT.get(p.device.type, "torch")
+    engine, problem = _load(requested or default, p.device.type)
     odd = next((t for t in roles if not is_plain(t)), None)
+    if problem is None and engine.BY_ADDRESS and is_watched() and (is_traced() or not is_plain(empty(0))):
+        problem = "a dispatch mode traces operations, or makes other tensors (make_fx, LocalTensorMode, ...)"
     if problem is None and engine.BY_ADDRESS and odd is not None:
         if requested is None:
             return _load("torch", p.device.type)[0]
@@ -104,6 +106,27 @@ def compute_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 def is_capturing() -> bool:
     """Whether what is launched now becomes part of a CUDA graph."""
     return cuda.is_initialized() and cuda.is_current_stream_capturing()
+
+
+def is_watched() -> bool:
+    """Whether torch shows every operation to somebody: what is done by address would go unseen."""
+    return (
+        _C._len_torch_dispatch_stack() > 0
+        or _C._functorch.maybe_current_level() is not None
+        or _ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+_TRACERS = [getattr(_C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+
+def is_traced() -> bool:
+    """Whether somebody also does something else with them: records them, or has tensors without numbers."""
+    return is_watched() and (
+        any(_C._get_dispatch_mode(key) is not None for key in _TRACERS)
+        or _C._functorch.maybe_current_level() is not None
+        or _ops._len_torch_dispatch_stack_pre_dispatch() > 0
+    )
 
 
 def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

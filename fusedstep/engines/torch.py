@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _scalars
 from .._rules import bind
-from . import FOLDS, FOUND, GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype
+from . import FOLDS, FOUND, GRADIENT, GROUP, LIVE, OWN, SCALE, SKIP, SKIPPED, compute_dtype, is_traced
 
 BY_ADDRESS = False
 
@@ -80,8 +80,8 @@ def _peers(table) -> Tensor:
 
 @torch.no_grad()
 def sweep(table, k: int, skips: bool) -> None:
-    # numbers where the host has them: exactly what torch.optim computes with
-    on_host = type(table.scalars) is Tensor and table.scalars.is_cpu
+    # numbers where the host has them: exactly what torch.optim computes with; but a trace would keep them
+    on_host = type(table.scalars) is Tensor and table.scalars.is_cpu and not is_traced()
     rows = table.scalars.tolist() if on_host else table.scalars
     skip = table.status[SKIP] != 0 if skips else None
     sums = table.sums[table.rule.rows(k)]
@@ -90,9 +90,9 @@ def sweep(table, k: int, skips: bool) -> None:
         a_pass = entry.rule.all_passes[k]
         results = () if entry.grad is None else _update(entry, a_pass, scalars, skip)
         for row, (kind, at) in enumerate(a_pass.summed if results else ()):
-            term = results[at]
-            if term.numel():
-                sums[row, i] = FOLDS[kind](term.to(sums.dtype))
+            term = results[at].to(sums.dtype)
+            # of nothing there is no largest; no branch: ranks in one process may have other numbers of elements
+            sums[row, i] = FOLDS[kind](term if kind == "+" else torch.cat((term.flatten(), term.new_zeros(1))))
 
 
 def _update(entry, a_pass, scalars: Any, skip: Tensor | None) -> tuple:

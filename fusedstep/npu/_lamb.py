@@ -78,7 +78,7 @@ class NpuFusedLamb(FusedOptimizer):
         adam: bool = False,
         use_global_grad_norm: bool = False,
         *,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__({**locals(), "adam": bool(adam), "maximize": False})
