@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import fusedstep
 from tests.cases import CASES, name_of
+
+OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
 PAIRS = {"adamw": {"betas": (0.8, 0.95)}, "lamb": {"betas": (0.8, 0.95), "trust_bounds": (0.5, 2.0)}}
 cases = pytest.mark.parametrize("case", [case for case in CASES if case.name in PAIRS], ids=name_of)
