@@ -11,7 +11,7 @@ import time
 import torch
 
 import fusedstep
-from fusedstep._table import Amp
+from fusedstep._engines import Amp
 from fusedstep.cli.shapes import MODELS
 
 
@@ -34,10 +34,10 @@ def main() -> None:
     table = plan.tables[0]
     parts = {
         "our step": ours.step,
-        "  look: has anything changed": lambda: plan.describes(ours, plan.besides),
-        "  first launch: scalars": lambda: table.engine.prepare(table, Amp(), first=True),
-        "  second launch: the update": lambda: table.engine.sweep(table, 1, skips=False),
-        "  version counters": lambda: table.buckets[0].count_writes(clears=False),
+        "  has anything changed": lambda: plan.refresh(ours, plan.spec),
+        "  first launch: scalars": lambda: table.executable.prepare(0, Amp()),
+        "  second launch: the update": lambda: table.executable.sweep(0, skips=False),
+        "  version counters": lambda: table.buckets[0].count_writes(plan.spec),
         "torch fused step": theirs.step,
         "our Lamb step, bert-large": lamb.step,
     }

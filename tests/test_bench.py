@@ -70,6 +70,10 @@ def test_the_chart_has_a_bar_for_every_row_beside_torch(tmp_path, monkeypatch):
         ("AdamW", {"statistics": True}, "fp32", 28),
         ("AdamW", {"max_grad_norm": 1.0, "skip_nonfinite": True}, "fp32", 32),
         ("AdamW", {"ema_decay": 0.9}, "bf16", 22),
+        ("AdamW", {"grad_scale": 1.0}, "fp32", 32),
+        ("AdamW", {"grad_scale": 1.0}, "bf16/fp32", 24),
+        ("Lamb", {"grad_scale": 1.0, "max_grad_norm": None}, "fp32", 44),
+        ("Lamb", {"grad_scale": 1.0}, "bf16", 26),
         ("Lamb", {"max_grad_norm": None}, "fp32", 40),
         ("Lamb", {}, "fp32", 44),
         ("Lamb", {}, "bf16", 24),
@@ -79,6 +83,12 @@ def test_the_chart_has_a_bar_for_every_row_beside_torch(tmp_path, monkeypatch):
 )
 def test_bytes_that_must_move(optimizer, options, dtype, count):
     assert bench.bytes_per_parameter(bench.Work("", optimizer, options, dtype, ())) == count
+
+
+def test_a_step_that_unscales_is_timed_beside_torchs():
+    work = bench.Work("1000 x 64", "AdamW", {"grad_scale": 1.0}, "fp32", ("torch.optim.AdamW",))
+    assert bench.measure(work, "cpu", 1, None)["peers"]["torch.optim.AdamW"]["host"] > 0
+    assert work._replace(model="bert-large") in bench.GPU
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)

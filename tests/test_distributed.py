@@ -176,7 +176,6 @@ def given_parameters(layout, case):
                 assert state.placements == p.placements
                 assert (state.shape, state.stride()) == (p.shape, p.stride())
     assert {table.engine for table in pair.ours._plan.tables} == {engines.load("cpu", "cpu")[0]}
-    assert all(bucket._scan is not None for table in pair.ours._plan.tables for bucket in table.buckets)
 
 
 @layouts
@@ -864,6 +863,74 @@ def staged_and_scaled(held, unscales):
     return seen
 
 
+def staged_and_scaled_by_torchs(held, fused):
+    """Every rank takes part in a step that one of them has found an infinity for."""
+    case = Case("", *_ADAMW, {"lr": 0.1, "max_grad_norm": 0.5})
+    stages, scaler = Stages(case, held, fused=fused), torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert stages.ours._step_supports_amp_scaling
+    scaler.scale(torch.ones(()))
+    seen = []
+    for bad in (None, INF, None):
+        grads = [torch.randn(q.shape) for q in stages.whole]
+        if bad is not None:
+            grads[0][0, 0] = bad
+        else:
+            for q, g in zip(stages.whole, grads, strict=True):
+                q.grad = g
+            stages.one.step()
+        for i, p in zip(stages.mine, stages.params, strict=True):
+            p.grad = 4 * grads[i]
+        scaler.step(stages.ours)
+        if stages.params:
+            scaler.update(4.0)
+        else:
+            scaler._per_optimizer_states.clear()
+        for i, p in zip(stages.mine, stages.params, strict=True):
+            # on a skipped step they stay scaled
+            assert torch.equal(p.grad, grads[i] if bad is None else 4 * grads[i])
+        seen.append(bool(stages.ours.step_was_skipped))
+    stages.assert_alike()
+    return seen
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("held", [(0, 1), (0, 0, 0)], ids=str)
+def test_with_torchs_scaler_ranks_with_other_parameters_skip_together(two, held, fused):
+    assert two.run(staged_and_scaled_by_torchs, held, fused) == [[False, True, False]] * 2
+
+
+def on_two_meshes(fused):
+    """A parameter that both ranks hold parts of, and one that each rank has for itself."""
+    mesh, zeros = ranks.mesh(2, 1), torch.zeros(4, 3)
+    place = lambda t, dim, placement: distribute_tensor(t, mesh[dim], [placement], src_data_rank=None)
+    layout = ("outer", ROWS), ("inner", COPIES)
+    plain = [nn.Parameter(zeros.clone()) for _ in layout]
+    optimizer = fusedstep.SGD(plain, lr=1.0, max_grad_norm=100.0, fused=fused)
+    assert optimizer._step_supports_amp_scaling == bool(fused)
+    # as accelerate puts DTensors in the place of parameters
+    params = [nn.Parameter(place(zeros, *where)) for where in layout]
+    optimizer.param_groups[0]["params"] = params
+    assert optimizer._step_supports_amp_scaling == (fused is not False)
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    scaler.scale(torch.ones(()))
+    for overflows in (False, True, False):
+        for i, (p, where) in enumerate(zip(params, layout, strict=True)):
+            grad = torch.full((4, 3), 4.0)
+            if overflows and i == 1 and rank() == 0:
+                grad[0, 0] = INF
+            p.grad = place(grad, *where)
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        seen.append([p.to_local().unique().tolist() for p in params])
+    assert all((p.grad.to_local() == 1).all() for p in params)
+    return seen
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_with_torchs_scaler_ranks_skip_together_what_is_on_several_meshes(two, fused):
+    assert two.run(on_two_meshes, fused) == [[[[-1.0]] * 2, [[-1.0]] * 2, [[-2.0]] * 2]] * 2
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("held", [(0, 1, 0, 1), (0, 0, 0), (1, 1)], ids=str)
 def test_a_scaler_of_ours_follows_all_ranks(two, held, unscales):
@@ -1086,11 +1153,11 @@ def test_the_scaler_of_fsdp1_skips_on_all_ranks_what_one_of_them_found(two, use_
 
 
 def agreed(layout, how):
-    options = {"lr": 0.1, "skip_nonfinite": True} if how == "guard" else {"lr": 0.1}
+    options = {"lr": 0.1, "skip_nonfinite": how == "guard", "fused": True if how == "torchs-fused" else None}
     pair = Pair(layout, Case("", *_ADAMW, options))
     pair.step()
     before = [p.detach().clone() for p in pair.parts]
-    scaler = {"ours": fusedstep.GradScaler, "torchs": torch.amp.GradScaler}.get(how)
+    scaler = {"ours": fusedstep.GradScaler, "torchs": torch.amp.GradScaler}.get(how.removesuffix("-fused"))
     if scaler is not None:
         scaler = scaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
@@ -1113,14 +1180,16 @@ def agreed(layout, how):
     return skipped, bool(pair.ours.step_was_skipped), int(pair.ours.skipped_steps)
 
 
-@pytest.mark.parametrize("how", ["guard", "ours", "torchs", "found_inf"])
+@pytest.mark.parametrize("how", ["guard", "ours", "torchs", "torchs-fused", "found_inf"])
 @layouts
 def test_all_ranks_skip_what_one_of_them_cannot_step(four, layout, how):
     if how == "found_inf" and all(isinstance(p, Replicate) for p in layout.placements):
         pytest.skip("copies are the same on all ranks")
-    if how == "torchs" and layout.others == "plain":
+    if how.startswith("torchs") and layout.others == "plain":
         pytest.skip("torch's GradScaler takes no plain tensors among distributed ones")
-    assert four.run(agreed, layout, how) == [((True, 1), False, 1)] * 4
+    # a step that torch's does not call knows nothing of it
+    called = how != "torchs" or layout.others == "meshes"
+    assert four.run(agreed, layout, how) == [((True, 1), False, 1) if called else ((False, 0), False, 0)] * 4
 
 
 def first_step_skipped(layout):

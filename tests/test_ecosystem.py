@@ -17,11 +17,12 @@ def model_and_batch():
     return model, torch.randn(16, 6)
 
 
+@pytest.mark.parametrize("fused", [None, True])
 @cases
-def test_a_grad_scaler_unscales_and_skips_inside_the_step(case, engine):
+def test_training_with_a_grad_scaler_is_that_of_the_replaced_optimizer(case, fused, engine):
     model, x = model_and_batch()
     twin = copy.deepcopy(model)
-    ours, theirs = case.ours(model.parameters(), engine=engine, **case.options), None
+    ours = case.ours(model.parameters(), engine=engine, fused=fused, **case.options)
     theirs = case.theirs(twin.parameters(), **case.options)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
     for i in range(6):
@@ -58,7 +59,7 @@ def test_a_skipped_step_changes_no_bit(case, engine):
 
 def test_a_caller_that_unscales_itself_can_switch_ours_off():
     p = torch.nn.Parameter(torch.ones(3))
-    optimizer = fusedstep.AdamW([p])
+    optimizer = fusedstep.AdamW([p], fused=True)
     assert optimizer._step_supports_amp_scaling
     optimizer._step_supports_amp_scaling = False
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -159,11 +159,13 @@ def test_the_torch_engine_never_waits_either(case, scaled):
         optimizer.step()
 
 
+@pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("case", KINDS, ids=name_of)
-def test_a_grad_scaler_skips_on_the_device(case):
+def test_training_with_a_grad_scaler_is_that_of_the_replaced_optimizer(case, fused):
     model = torch.nn.Linear(40, 30).cuda()
     twin = copy.deepcopy(model)
-    ours, theirs = case.ours(model.parameters(), **case.options), case.theirs(twin.parameters(), **case.options)
+    ours = case.ours(model.parameters(), fused=fused, **case.options)
+    theirs = case.theirs(twin.parameters(), **case.options)
     scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in range(2)]
     x = torch.randn(8, 40, device="cuda")
     for i in range(6):

@@ -5,6 +5,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import time
 import weakref
 from typing import Any, NamedTuple
@@ -368,12 +370,10 @@ def test_scaled_replays_do_what_torchs_fused_optimizers_do(cls):
     scale, found_inf = on_device(2.0, 0.0)
     for optimizer in (ours, theirs):
         optimizer.grad_scale, optimizer.found_inf = scale, found_inf
+    for p, q in zip(params_of(ours), params_of(theirs), strict=True):
+        q.grad = p.grad.clone()
     graph = captured(ours.step)
-    # torch's unscales gradients where they are
-    for _ in range(WARM_UPS):
-        for q in params_of(theirs):
-            q.grad = torch.ones_like(q)
-        theirs.step()
+    times(WARM_UPS, theirs.step)
     for number, found in ((8.0, 0.0), (16.0, 1.0), (4.0, 0.0)):
         scale.fill_(number)
         found_inf.fill_(found)
@@ -382,6 +382,7 @@ def test_scaled_replays_do_what_torchs_fused_optimizers_do(cls):
         graph.replay()
     for p, q in zip(params_of(ours), params_of(theirs), strict=True):
         torch.testing.assert_close(p, q)
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def model_and_batch():
@@ -395,7 +396,7 @@ def model_and_batch():
 def test_an_iteration_with_a_scaler_is_one_graph(limit, scaler_class):
     def prepared():
         model, x = model_and_batch()
-        optimizer = fusedstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=limit)
+        optimizer = fusedstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=limit, fused=True)
         scaler = scaler_class("cuda", init_scale=64.0, growth_interval=2)
 
         def iteration():
@@ -427,7 +428,7 @@ def test_an_iteration_with_a_scaler_is_one_graph(limit, scaler_class):
 def test_a_graph_of_the_backward_feeds_scaled_steps(scaler_class):
     weight = torch.nn.Parameter(torch.zeros(100, device="cuda"))
     (x,) = on_device(1.0)
-    optimizer = fusedstep.SGD([weight], lr=1.0)
+    optimizer = fusedstep.SGD([weight], lr=1.0, fused=True)
     scaler = scaler_class("cuda", init_scale=8.0, growth_interval=3)
 
     def scaled_backward():
@@ -447,6 +448,29 @@ def test_a_graph_of_the_backward_feeds_scaled_steps(scaler_class):
         expected -= 0 if overflows else number
         assert (weight == expected).all()
         assert (scaler.get_scale(), scaler._get_growth_tracker()) == (scale, tracker)
+
+
+CAPTURED_WITHOUT_FUSED = """
+import torch, fusedstep
+p = torch.nn.Parameter(torch.ones(3, device="cuda"))
+optimizer, scaler = fusedstep.AdamW([p], fused=None), torch.amp.GradScaler("cuda")
+def iteration():
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+iteration()
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    iteration()
+"""
+
+
+def test_torchs_scaler_cannot_be_captured_without_fused():
+    # in a process of its own, which is of no use afterwards
+    script = [sys.executable, "-c", CAPTURED_WITHOUT_FUSED]
+    ended = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "_maybe_opt_step" in ended.stderr
+    assert "captur" in ended.stderr
 
 
 # a graph of a whole iteration

@@ -77,15 +77,6 @@ def fit_scaled(make, **options):
     return net, scaler
 
 
-def unscaled_by_the_trainer(cls, **options):
-    def make(params):
-        optimizer = cls(params, **options)
-        optimizer._step_supports_amp_scaling = False
-        return optimizer
-
-    return make
-
-
 def assert_close(net, other, precision):
     tolerance = TOLERANCE[precision]
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
@@ -95,7 +86,7 @@ def assert_close(net, other, precision):
 @precisions
 @optimizers
 def test_clipped_by_the_trainer_it_gives_what_the_replaced_optimizer_gives(ours, theirs, options, precision):
-    net = fit(unscaled_by_the_trainer(ours, **options), precision=precision, gradient_clip_val=LIMIT)
+    net = fit(lambda params: ours(params, **options), precision=precision, gradient_clip_val=LIMIT)
     other = fit(lambda params: theirs(params, **options), precision=precision, gradient_clip_val=LIMIT)
     assert_close(net, other, precision)
 
@@ -148,23 +139,26 @@ def test_training_resumed_from_a_checkpoint_ends_where_training_without_a_stop_d
         assert all(torch.equal(value, b[q][name]) for name, value in a[p].items())
 
 
+@pytest.mark.parametrize("cls", [fusedstep.AdamW, torch.optim.AdamW], ids=["ours", "torchs"])
 @pytest.mark.parametrize("fit", [fit_scaled, fit])  # Lightning asks whether or not there is a scaler
-def test_the_trainer_refuses_to_clip_for_an_optimizer_that_unscales(fit):
+def test_the_trainer_refuses_to_clip_for_an_optimizer_that_unscales(fit, cls):
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(fusedstep.AdamW, gradient_clip_val=LIMIT)
+        fit(lambda params: cls(params, fused=True), gradient_clip_val=LIMIT)
 
 
 @optimizers
-def test_the_trainer_unscales_and_clips_where_ours_is_switched_off(ours, theirs, options):
-    net, scaler = fit_scaled(unscaled_by_the_trainer(ours, **options), gradient_clip_val=LIMIT)
+def test_the_trainer_unscales_and_clips(ours, theirs, options):
+    net, scaler = fit_scaled(lambda params: ours(params, **options), gradient_clip_val=LIMIT)
     other, reference = fit_scaled(lambda params: theirs(params, **options), gradient_clip_val=LIMIT)
     assert scaler.get_scale() == reference.get_scale() < 2.0**20
     assert_close(net, other, "16-mixed")
 
 
+@pytest.mark.parametrize("fused", [None, True])
 @optimizers
-def test_the_step_unscales_and_clips_as_the_trainer_would(ours, theirs, options):
-    net, scaler = fit_scaled(lambda params: ours(params, **{**options, "max_grad_norm": LIMIT}))
+def test_the_step_clips_as_the_trainer_would(ours, theirs, options, fused):
+    options_of_ours = {**options, "max_grad_norm": LIMIT, "fused": fused}
+    net, scaler = fit_scaled(lambda params: ours(params, **options_of_ours))
     other, reference = fit_scaled(lambda params: theirs(params, **options), gradient_clip_val=LIMIT)
     assert scaler.get_scale() == reference.get_scale() < 2.0**20
     assert_close(net, other, "16-mixed")

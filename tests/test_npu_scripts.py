@@ -185,6 +185,35 @@ def test_a_training_script_with_mixed_precision_trains_as_with_torch_optim(scrip
         torch.testing.assert_close(found["model"][name], value.cpu(), rtol=1e-2, atol=2e-3)
 
 
+WITHOUT_ZERO_GRAD = """
+import torch
+from torch_npu.npu.amp import GradScaler
+from torch_npu import optim
+
+pairs = [
+    (torch.optim.SGD, optim.NpuFusedSGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adam, optim.NpuFusedAdam, {"lr": 0.1}),
+    (torch.optim.AdamW, optim.NpuFusedAdamW, {"lr": 0.1}),
+]
+for theirs, fused, options in pairs:
+    ended = []
+    for cls in (theirs, fused):
+        p = torch.nn.Parameter(torch.tensor([1.0, 2.0]).npu())
+        optimizer, scaler = cls([p], **options), GradScaler(dynamic=False, init_scale=128)
+        for _ in range(10):
+            scaler.scale(p.square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        ended += [p.detach(), p.grad]
+    torch.testing.assert_close(ended[:2], ended[2:])
+print("alike")
+"""
+
+
+def test_with_a_scale_that_stays_and_gradients_that_add_up_it_trains_as_torch_optim_does(script):
+    assert script(WITHOUT_ZERO_GRAD) == "alike\n"
+
+
 EVERY_WAY = """
 import io, torch, torch_npu, torch.npu
 import torch_npu.npu.amp as amp, torch_npu.optim, mindspeed.ops

@@ -165,6 +165,7 @@ class Separate:
 SIZES = (1.0, 0.01, 10.0, 3.0, 10.0, 1.0, 0.01, 3.0, 1.0)
 BAD = {0: (PLACES[1], INF), 3: (PLACES[2], -INF), 4: (PLACES[0], NAN), 8: (PLACES[3], INF)}
 SETUPS = [
+    # torch's does all that only with fused=True, as all of them are here
     *itertools.product([torch.float32], [False, True], [torch.amp.GradScaler, fusedstep.GradScaler]),
     (torch.float16, False, fusedstep.GradScaler),
     (torch.bfloat16, True, torch.amp.GradScaler),
@@ -182,7 +183,7 @@ def test_one_step_does_what_unscale_clip_step_and_zero_grad_do(case, dtype, spli
         return many if split else params
 
     ours, theirs = parameters(start), Separate(case, start, groups, dtype)
-    optimizer = case.ours(groups(ours), engine=engine, **case.options)
+    optimizer = case.ours(groups(ours), engine=engine, fused=True, **case.options)
     scaler = scaler_class("cpu", init_scale=8.0, growth_interval=2)
     scaler.scale(torch.ones(()))
     taken = []

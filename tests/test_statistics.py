@@ -100,11 +100,13 @@ def test_every_field_is_what_torch_computes_in_float64(case, limit, engine):
 
 
 @pytest.mark.parametrize("limit", [None, LIMIT])
+@pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, fusedstep.GradScaler])
 @pytest.mark.parametrize("case", [KINDS[3], KINDS[5]], ids=name_of)
-def test_the_scale_of_gradients_does_not_show(case, scaler_class, limit, engine):
+def test_the_scale_of_gradients_does_not_show(case, scaler_class, fused, limit, engine):
     params, scaler = parameters(), scaler_class("cpu", init_scale=64.0)
-    optimizer = case.ours(params, engine=engine, statistics=True, maximize=True, **with_limit(case, limit))
+    options = {"statistics": True, "maximize": True, "fused": fused, **with_limit(case, limit)}
+    optimizer = case.ours(params, engine=engine, **options)
     before, grads = values(params), gradients(params)
     set_grads(params, [scaler.scale(g) for g in grads])
     scaler.step(optimizer, zero_grad=True)
@@ -240,7 +242,7 @@ def test_a_skipped_step_tells_what_was_wrong_and_updates_nothing(case, engine):
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, fusedstep.GradScaler])
 def test_without_a_measuring_pass_nothing_is_known_of_a_skipped_steps_gradients(scaler_class, engine):
     (p,), scaler = parameters([(4,)]), scaler_class("cpu", init_scale=8.0)
-    optimizer = fusedstep.AdamW([p], engine=engine, statistics=True)
+    optimizer = fusedstep.AdamW([p], engine=engine, statistics=True, fused=True)
     p.grad = scaler.scale(torch.tensor([1.0, INF, 1.0, 1.0]))
     scaler.step(optimizer)
     seen = optimizer.statistics()

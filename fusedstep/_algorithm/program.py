@@ -245,7 +245,8 @@ def _graph(rule: Rule, spec: StepSpec, averages: bool) -> _Graph:
     if spec.zero_grads:
         stores["g"] = Value("constant", 0.0)
     elif spec.unscale_grads:
-        stores["g"] = raw / scale
+        # as torch's scalers do it; exact for their scales, which are powers of two
+        stores["g"] = raw * (1 / scale)
     return _Graph(stores, folds, skip)
 
 

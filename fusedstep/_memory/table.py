@@ -179,6 +179,9 @@ class Bucket:
         self.cells[rows, FIRST_POINTER : FIRST_POINTER + addresses.shape[1]] = addresses
         self.cells_changed = True
 
+    def local_grads(self) -> list[Tensor]:
+        return [shards.local(row.grad) for row in self.live_rows]
+
     def count_writes(self, spec: StepSpec) -> None:
         """Tell autograd that the parameters were written, and gradients if they were cleared."""
         rows = self.live_rows
@@ -337,7 +340,7 @@ class Table:
 
     def _check_grads(self) -> None:
         """Raise where gradients cannot be written one by one, as this step is to."""
-        grads = [shards.local(row.grad) for bucket in self.buckets for row in bucket.live_rows]
+        grads = [g for bucket in self.buckets for g in bucket.local_grads()]
         if self.spec.unscale_grads and any(map(overlaps_itself, grads)):
             raise RuntimeError(
                 "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled "

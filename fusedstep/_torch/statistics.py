@@ -13,16 +13,7 @@ from .._engines import LIVE, SCALE, SKIP
 from .._memory.table import Bucket, Table, upload
 
 
-class Statistics(NamedTuple):
-    """What the last step measured: of all parameters, then of each in the order of the groups.
-
-    All are tensors on one device, that of the first parameter stepped. Norms are L2, those of gradients of the
-    optimizer's `norm_type`, before clipping and without the scale of a GradScaler. The update is what was to be
-    added to the parameters, decay included; it and the parameters are taken before they are rounded to 16 bits.
-    What was not measured is NaN: everything of a parameter without a gradient, and most of a step that was
-    skipped, whose update is 0.
-    """
-
+class _Measured(NamedTuple):
     skipped: Tensor
     grad_norm: Tensor
     param_norm: Tensor
@@ -36,7 +27,19 @@ class Statistics(NamedTuple):
     nonfinites: Tensor
     # LAMB's; None for others
     trust_ratios: Tensor | None
-    # of the parameters; None unless all were given with theirs
+
+
+class Statistics(_Measured):
+    """What the last step measured: of all parameters, then of each in the order of the groups.
+
+    All are tensors on one device, that of the first parameter stepped. Norms are L2, those of gradients of the
+    optimizer's `norm_type`, before clipping and without the scale of a GradScaler. The update is what was to be
+    added to the parameters, decay included; it and the parameters are taken before they are rounded to 16 bits.
+    What was not measured is NaN: everything of a parameter without a gradient, and most of a step that was
+    skipped, whose update is 0.
+    """
+
+    # of the parameters, None unless all were given with theirs; no field: those are all tensors
     names: tuple[str, ...] | None = None
 
     def by_name(self, field: str) -> dict[str, float]:
@@ -110,7 +113,7 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor], names: dict[Ten
         return torch.where(live, of_rows[name], otherwise)
 
     grad_norms = measured("grad_norms", 0)
-    return Statistics(
+    seen = Statistics(
         skipped=tables[0].status[SKIP] != 0,
         grad_norm=torch.linalg.vector_norm(grad_norms) if tables[0].spec.norm_type == 2 else grad_norms.amax(),
         param_norm=torch.linalg.vector_norm(measured("param_norms", 0)),
@@ -118,5 +121,7 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor], names: dict[Ten
         clip_factor=measured("clip_factors", 1).amin(),
         nonfinite=measured("nonfinites", 0).sum(),
         **each,
-        names=tuple(names[p] for p in params) if len(names) == len(params) else None,
     )
+    if len(names) == len(params):
+        seen.names = tuple(names[p] for p in params)
+    return seen

@@ -25,7 +25,6 @@ from rich.table import Table
 import fusedstep
 from fusedstep import functional
 
-from .._passes import Pass
 from . import timing
 from .shapes import MODELS
 
@@ -63,6 +62,9 @@ _NORMS: list[Row] = [
 _FUNCTIONAL: Row = ("functional.adamw_", {}, ("fusedstep.AdamW",))
 # unscale, look for infinities, clip, update, drop gradients
 _WHOLE: Row = ("AdamW", {"max_grad_norm": 1.0, "scaler": True}, ("torch.optim.AdamW",))
+# as torch's scaler calls one with fused=True, after a pass of its own that is not timed: gradients are unscaled
+# where they are, by one so that they last
+_UNSCALED: Row = ("AdamW", {"grad_scale": 1.0}, ("torch.optim.AdamW",))
 # what goes along with the update
 _ALONG: list[Row] = [
     ("AdamW", {"statistics": True}, ("fusedstep.AdamW",)),
@@ -84,7 +86,7 @@ DTYPES = {
     "bf16/fp32": (torch.bfloat16, torch.float32),
 }
 CPU = [Work("bert-base", o, k, d, p) for d in ("fp32", "bf16", "fp16") for o, k, p in _TORCH]
-CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE)]
+CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED)]
 CPU += [Work("1000 x 64", o, k, "fp32", p) for o, k, p in (*_TORCH, _NORMS[0])]
 CPU += [Work("400 x 1024", o, k, "fp32", p) for o, k, p in _SHARDED]
 GPU = [
@@ -96,7 +98,7 @@ GPU = [
 GPU += [
     Work(model, o, k, "fp32", p)
     for model in ("bert-large", "400 x 1024")
-    for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, *_ALONG, *_SHARDED)
+    for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED, *_ALONG, *_SHARDED)
 ]
 
 
@@ -187,7 +189,16 @@ def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], An
         return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
     groups = [{"params": [p]} for p in params] if work.model.endswith("groups") else params
     optimizer = _class(name)(groups, lr=1e-3, **_known(name, work.options), **options)
+    _set_scale(optimizer, work.options)
     return _whole(optimizer, params, work.options) if "scaler" in work.options else optimizer.step
+
+
+def _set_scale(optimizer: Any, options: dict[str, Any]) -> None:
+    """Hand over what torch's scaler does around its call."""
+    if "grad_scale" in options:
+        device = optimizer.param_groups[0]["params"][0].device
+        numbers = options["grad_scale"], 0.0
+        optimizer.grad_scale, optimizer.found_inf = (torch.tensor(number, device=device) for number in numbers)
 
 
 def _whole(optimizer: Any, params: list, options: dict[str, Any]) -> timing.Step:
@@ -279,6 +290,7 @@ def check(work: Work, device: str) -> None:
         q.grad = p.grad.double()
     options = {"lr": 1e-3, **_known(f"fusedstep.{work.optimizer}", work.options)}
     optimizers = [getattr(fusedstep, work.optimizer)(parts, state_dtype=of_state, **options)]
+    _set_scale(optimizers[0], work.options)
     if hasattr(torch.optim, work.optimizer) and _known(f"torch.optim.{work.optimizer}", options) == options:
         optimizers.append(getattr(torch.optim, work.optimizer)(exact, **options))
     else:  # torch has no such thing: the same in plain tensor operations
@@ -291,25 +303,20 @@ def check(work: Work, device: str) -> None:
             raise RuntimeError(f"{work} is off by {error} and is not timed; please report this")
 
 
-def passes_of(work: Work) -> list[Pass]:
-    """The passes that a step is planned as: over gradients, if they are measured first, then the rule's."""
+def bytes_per_parameter(work: Work) -> int:
+    """What an update must move: in every sweep of its program, what it loads and what it stores."""
     of_param, of_state = DTYPES[work.dtype]
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
     p = torch.nn.Parameter(torch.ones(1, dtype=of_param))
     p.grad = torch.ones_like(p)
     options = {"lr": 1e-3, "engine": "torch", **_known(f"fusedstep.{name}", work.options)}
     optimizer = getattr(fusedstep, name)([p], state_dtype=of_state, **options)
+    _set_scale(optimizer, work.options)
     optimizer.step()
-    (table,) = optimizer._plan.tables
-    return [table.rule.all_passes[k] for k in table.used_passes]
-
-
-def bytes_per_parameter(work: Work) -> int:
-    """What an update must move: in every pass, what it reads and what it writes."""
-    of_param, of_state = DTYPES[work.dtype]
-    dtypes = {"p": of_param, "g": of_param, "e": torch.promote_types(of_param, torch.float32)}
-    letters = [letter for a_pass in passes_of(work) for letter in (*a_pass.loads, *dict(a_pass.stores))]
-    return sum(dtypes.get(letter, of_state).itemsize for letter in letters)
+    (bucket,) = optimizer._plan.tables[0].buckets
+    sizes = [format.dtype.itemsize for format in bucket.formats]
+    moved = [(*sweep.loads, *(slot for slot, _ in sweep.stores)) for sweep in bucket.program.sweeps]
+    return sum(sizes[slot] for slots in moved for slot in slots)
 
 
 def table(results: list[dict], device: str) -> Table:

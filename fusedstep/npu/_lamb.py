@@ -96,7 +96,7 @@ class NpuFusedLamb(FusedOptimizer):
         adam: bool = False,
         use_global_grad_norm: bool = False,
         *,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": bool(adam)}

@@ -57,7 +57,7 @@ class NpuFusedAdam(FusedOptimizer, Adam):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine)
@@ -90,7 +90,7 @@ class NpuFusedAdamW(FusedOptimizer, AdamW):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine)
@@ -131,7 +131,7 @@ class NpuFusedSGD(FusedOptimizer, SGD):
         weight_decay: float | Tensor = 0,
         nesterov: bool = False,
         *,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -194,7 +194,7 @@ class NpuFusedBertAdam(FusedOptimizer, BertAdam):
         weight_decay: float = 0.01,
         max_grad_norm: float | Tensor | None = 1.0,
         *,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
         options = lr, warmup, t_total, schedule, b1, b2, e, weight_decay, max_grad_norm

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import _scaler
 from .. import npu as ours
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,8 +150,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """There is nothing to do here."""
 
 
-class GradScaler(_scaler.GradScaler):
-    """Ours, with the arguments of torch_npu's."""
+class GradScaler(torch.amp.GradScaler):
+    """torch's, with the arguments of torch_npu's: both leave gradients unscaled."""
 
     def __init__(
         self,

@@ -55,11 +55,9 @@ class Executable:
         # what tells whether a step is taken lives on the host: reading it waits for nothing
         scale = 1.0 if amp.scale is None else float(amp.scale)
         found_inf = 0.0 if amp.found_inf is None else float(amp.found_inf)
-        skips = [prepare(scale, found_inf) for prepare in self._prepares[k] if prepare.decides] or None
-        for prepare in self._prepares[k]:
-            if not prepare.decides:
-                prepare(scale, found_inf)
-        if skips is not None:
+        skips = [prepare(scale, found_inf) for prepare in self._prepares[k]]
+        if any(prepare.decides for prepare in self._prepares[k]):
+            # all of them find the same
             skip, status = skips[0] != 0, self._status
             status[SKIP], status[FOUND], status[SCALE] = skip, skip, scale
             status[SKIPPED] += skip
@@ -71,7 +69,7 @@ class Executable:
         else:
             for bucket in self._table.buckets_with(k):
                 if bucket.program.sweeps[k].clears:
-                    torch._foreach_zero_(bucket.live_grads())
+                    torch._foreach_zero_(bucket.local_grads())
 
 
 class _Prepare:
