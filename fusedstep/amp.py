@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -42,19 +42,19 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)
         self._check_scale_growth_tracker("step")
-        scale: Any = self._get_scale_async()
+        scale, ours = cast(Any, self._get_scale_async()), cast(Any, optimizer)
         preset, finds_out = getattr(optimizer, "grad_scale", None), state["stage"] is OptState.READY
         if finds_out:
-            optimizer.grad_scale = scale if preset is None else scale * preset
-            optimizer.found_inf = None
+            ours.grad_scale = scale if preset is None else scale * preset
+            ours.found_inf = None
         else:
             found = state["found_inf_per_device"].values()
-            optimizer.grad_scale = preset
-            optimizer.found_inf = sum(t.to(scale.device, non_blocking=True) for t in found)
+            ours.grad_scale = preset
+            ours.found_inf = sum(t.to(scale.device, non_blocking=True) for t in found)
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
+            del ours.grad_scale, ours.found_inf
         if finds_out or optimizer.norm_group is not None:
             # also where `unscale_` has looked: other ranks may have found what it did not find here
             self._take_over(optimizer, state)

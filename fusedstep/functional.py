@@ -339,7 +339,9 @@ class _Call:
         index = {id(row): i for i, row in enumerate(rows)}
         # of every bucket, which tensors of the lists are its rows
         self._buckets = [
-            (bucket, [index[id(row)] for row in bucket.rows]) for table in self.tables for bucket in table.buckets
+            (bucket, [index[id(row)] for row in bucket.rows])
+            for table in self.tables
+            for bucket in table.buckets
         ]
         for row in rows:
             row.commit(Memory({}, {}))

@@ -82,9 +82,9 @@ class SGD(Optimizer):
     dampening: float = 0
     weight_decay: float | Tensor = 0
     nesterov: bool = False
-    foreach: bool | None = keyword(default=None)
-    differentiable: bool = keyword(default=False)
-    fused: bool | None = keyword(default=None)
+    foreach: bool | None = keyword(default=None, kw_only=True)
+    differentiable: bool = keyword(default=False, kw_only=True)
+    fused: bool | None = keyword(default=None, kw_only=True)
 
     rules: ClassVar = (MOMENTUM, PLAIN_SGD)
 
@@ -130,11 +130,11 @@ class Adam(Optimizer):
     eps: float = 1e-8
     weight_decay: float = 0
     amsgrad: bool = False
-    foreach: bool | None = keyword(default=None)
-    capturable: bool = keyword(default=False)
-    differentiable: bool = keyword(default=False)
-    fused: bool | None = keyword(default=None)
-    decoupled_weight_decay: bool = keyword(default=False)
+    foreach: bool | None = keyword(default=None, kw_only=True)
+    capturable: bool = keyword(default=False, kw_only=True)
+    differentiable: bool = keyword(default=False, kw_only=True)
+    fused: bool | None = keyword(default=None, kw_only=True)
+    decoupled_weight_decay: bool = keyword(default=False, kw_only=True)
 
     rules: ClassVar = (ADAM, AMSGRAD)
 
@@ -177,7 +177,7 @@ class AdamW(Adam):
     """
 
     weight_decay: float = 1e-2
-    decoupled_weight_decay: bool = fixed(default=True)
+    decoupled_weight_decay: bool = fixed(default=True, init=False)
 
 
 class BertAdam(Optimizer):
@@ -238,8 +238,8 @@ class BertAdam(Optimizer):
     e: float = 1e-6
     weight_decay: float = 0.01
     max_grad_norm: float | Tensor | None = 1.0
-    clip_scope: str = for_all(default="tensor")
-    fused: bool | None = keyword(default=None)
+    clip_scope: str = for_all(default="tensor", kw_only=True)
+    fused: bool | None = keyword(default=None, kw_only=True)
 
     rules: ClassVar = (BERT_ADAM,)
     words: ClassVar = {"schedule": SCHEDULES}
@@ -294,11 +294,11 @@ class Lamb(Optimizer):
     weight_decay: float = 0.01
     bias_correction: bool = True
     grad_averaging: bool = True
-    max_grad_norm: float | Tensor | None = keyword(default=1.0)
+    max_grad_norm: float | Tensor | None = keyword(default=1.0, kw_only=True)
     trust_bounds: tuple[float, float] = pair("lowest", "highest", default=(0.0, float("inf")), kw_only=True)
-    max_weight_norm: float = keyword(default=float("inf"))
-    always_adapt: bool = keyword(default=False)
-    fused: bool | None = keyword(default=None)
+    max_weight_norm: float = keyword(default=float("inf"), kw_only=True)
+    always_adapt: bool = keyword(default=False, kw_only=True)
+    fused: bool | None = keyword(default=None, kw_only=True)
 
     rules: ClassVar = (LAMB,)
     clip_eps = 0.0

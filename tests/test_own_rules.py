@@ -18,7 +18,8 @@ from fusedstep._torch.optimizer import Optimizer
 
 def lion(p, g, m, *, lr, beta1, beta2, weight_decay):
     u = beta1 * m + (1 - beta1) * g
-    return p {sign} lr * (where(u > 0, 1.0, where(u < 0, -1.0, 0.0)) + weight_decay * p), beta2 * m + (1 - beta2) * g
+    u = where(u > 0, 1.0, where(u < 0, -1.0, 0.0)) + weight_decay * p
+    return p {sign} lr * u, beta2 * m + (1 - beta2) * g
 
 class Lion(Optimizer):
     lr: float = 1e-4

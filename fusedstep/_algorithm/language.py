@@ -1,8 +1,8 @@
 """The language rules are written in: plain functions of single numbers, traced once.
 
-A rule is called once with a `Value` for every number it takes. Operators and the words below note what would be
-computed, and the engines turn those notes into machine code, a Triton kernel, or operations on lists of tensors.
-Called with plain numbers, the same rule just computes.
+A rule is called once with a `Value` for every number it takes. Operators and the words below note what would
+be computed, and the engines turn those notes into machine code, a Triton kernel, or operations on lists of
+tensors. Called with plain numbers, the same rule just computes.
 
 A value either belongs to one element of a tensor, or is the same for all of them: an option, the step count, a
 sum over the tensor. What is the same for all elements is computed once per tensor, in float64.
@@ -15,8 +15,8 @@ import math
 from typing import Any, NoReturn
 
 _SUPPORTED = (
-    "operators, comparisons and the words of fusedstep.rules: abs, clamp, cos, exp, fma, log, maximum, minimum, "
-    "mix, power, sign, sqrt, tanh, where"
+    "operators, comparisons and abs, clamp, cos, exp, fma, log, maximum, minimum, mix, power, sign, sqrt, tanh "
+    "and where of fusedstep._algorithm.language"
 )
 
 
@@ -32,28 +32,66 @@ class Value:
     def __init__(self, op: str, *args: Any) -> None:
         values = [arg for arg in args if isinstance(arg, Value)]
         self.op, self.args = op, args
-        self.per_element = any(value.per_element for value in values)
-        self.level = max((value.level for value in values), default=0)
+        self.per_element: bool = any(value.per_element for value in values)
+        self.level: int = max((value.level for value in values), default=0)
 
-    def __add__(self, other): return operation("add", self, other)
-    def __radd__(self, other): return operation("add", other, self)
-    def __sub__(self, other): return operation("sub", self, other)
-    def __rsub__(self, other): return operation("sub", other, self)
-    def __mul__(self, other): return operation("mul", self, other)
-    def __rmul__(self, other): return operation("mul", other, self)
-    def __truediv__(self, other): return operation("div", self, other)
-    def __rtruediv__(self, other): return operation("div", other, self)
-    def __pow__(self, other): return operation("power", self, other)
-    def __rpow__(self, other): return operation("power", other, self)
-    def __neg__(self): return operation("neg", self)
-    def __pos__(self): return self
-    def __abs__(self): return abs(self)
-    def __lt__(self, other): return operation("lt", self, other)
-    def __le__(self, other): return operation("le", self, other)
-    def __gt__(self, other): return operation("gt", self, other)
-    def __ge__(self, other): return operation("ge", self, other)
-    def __eq__(self, other): return operation("eq", self, other)  # type: ignore[override]
-    def __ne__(self, other): return operation("ne", self, other)  # type: ignore[override]
+    def __add__(self, other):
+        return operation("add", self, other)
+
+    def __radd__(self, other):
+        return operation("add", other, self)
+
+    def __sub__(self, other):
+        return operation("sub", self, other)
+
+    def __rsub__(self, other):
+        return operation("sub", other, self)
+
+    def __mul__(self, other):
+        return operation("mul", self, other)
+
+    def __rmul__(self, other):
+        return operation("mul", other, self)
+
+    def __truediv__(self, other):
+        return operation("div", self, other)
+
+    def __rtruediv__(self, other):
+        return operation("div", other, self)
+
+    def __pow__(self, other):
+        return operation("power", self, other)
+
+    def __rpow__(self, other):
+        return operation("power", other, self)
+
+    def __neg__(self):
+        return operation("neg", self)
+
+    def __pos__(self):
+        return self
+
+    def __abs__(self):
+        return abs(self)
+
+    def __lt__(self, other):
+        return operation("lt", self, other)
+
+    def __le__(self, other):
+        return operation("le", self, other)
+
+    def __gt__(self, other):
+        return operation("gt", self, other)
+
+    def __ge__(self, other):
+        return operation("ge", self, other)
+
+    def __eq__(self, other):
+        return operation("eq", self, other)  # type: ignore[override]
+
+    def __ne__(self, other):
+        return operation("ne", self, other)  # type: ignore[override]
+
     # two values are the same only if they are one
     __hash__ = object.__hash__
 

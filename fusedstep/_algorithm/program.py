@@ -107,6 +107,9 @@ class StepSpec(NamedTuple):
         return (norm, "sum") if self.skip_nonfinite else (norm,) if self.clips else ()
 
 
+ONLY_UPDATE = StepSpec()
+
+
 class Slot(NamedTuple):
     """A number stored for each element: the parameter `p`, its gradient `g`, or a state with a name."""
 
@@ -357,15 +360,13 @@ class _Cut:
         return found
 
     def _later_folds(self, named: set[Value]) -> dict[Value, int]:
-        """Sums that can wait for the sweep before the one that needs them, which loads what they are made of."""
+        """Sums that can wait for the sweep just before they are needed: it loads what they are made of."""
         needed_in: dict[Value, int] = {}
         for k in reversed(range(self.last + 1)):
             columns = [what for kind, what in self._code(k).leaves if kind == "column"]
             needed_in |= dict.fromkeys(_reachable(columns, "fold"), k)
         return {
-            fold: k - 1
-            for fold, k in needed_in.items()
-            if fold not in named and self._fold_in[fold] < k - 1
+            fold: k - 1 for fold, k in needed_in.items() if fold not in named and self._fold_in[fold] < k - 1
         }
 
     def stores(self, k: int) -> dict[str, Value]:
@@ -421,7 +422,7 @@ def _uniform(roots: Iterable[Value], fold_rows: dict[Value, int]) -> _Code:
 
 @functools.cache
 def compile_step(
-    rule: Rule, spec: StepSpec = StepSpec(), averages: bool = False, lossy: frozenset[str] = frozenset()
+    rule: Rule, spec: StepSpec = ONLY_UPDATE, averages: bool = False, lossy: frozenset[str] = frozenset()
 ) -> Program:
     """The program of a rule with all that `spec` asks for; `lossy` are the letters of what is stored with less
     precision than it is computed in.

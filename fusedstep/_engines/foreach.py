@@ -1,9 +1,9 @@
 """The torch engine: programs as operations on lists of tensors, on any device and for any tensor subclass.
 
 The instructions of a sweep are done one after the other, each for a whole list (`torch._foreach_*`, or a loop
-where there is no such operation). Lists are bounded, so that what lies between two instructions never grows with
-the model. Scalars are numbers where the host knows them, exactly what torch.optim computes with; otherwise they
-stay on the device.
+where there is no such operation). Lists are bounded, so that intermediate results never grow with the model.
+Scalars are numbers where the host knows them, exactly what torch.optim computes with; otherwise they stay on
+the device.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Executable:
             for part in _parts(bucket):
                 at = [bucket.first_row + bucket.live[i] for i in part]
                 stored = [[tensors[i] for i in part] for tensors in bucket.tensors]
-                folded = _run(sweep, stored, self._columns(at, sweep.columns, bucket.compute_dtype), skip, bucket)
+                folded = _run(
+                    sweep, stored, self._columns(at, sweep.columns, bucket.compute_dtype), skip, bucket
+                )
                 for row, totals in enumerate(folded):
                     sums[row, at] = torch.stack(totals).to(sums.dtype)
 
@@ -97,7 +99,7 @@ def _scale(table: Any, amp: Amp) -> Tensor:
 
 
 def _prepare(table: Any, scalars: Scalars, first: int, end: int, amp: Amp) -> Tensor | None:
-    """The scalars of consecutive rows; returns what is not 0 if the step is to be skipped, where that is decided."""
+    """The scalars of consecutive rows; where that is decided, returns what is not 0 if the step is skipped."""
     rows = slice(first, end)
     options, steps = table.options[table.cells[rows, GROUP]], table.steps[rows]
     decides = scalars.skip is not None
@@ -121,7 +123,9 @@ def _prepare(table: Any, scalars: Scalars, first: int, end: int, amp: Amp) -> Te
     if scalars.columns:
         like = options[:, 0]
         columns = [_number_of(values, number, like).expand_as(like) for number in scalars.columns]
-        table.scalars[rows, scalars.first_column : scalars.first_column + len(columns)] = torch.stack(columns, 1)
+        table.scalars[rows, scalars.first_column : scalars.first_column + len(columns)] = torch.stack(
+            columns, 1
+        )
     if not decides:
         return None
     skip = _number_of(values, scalars.skip, found_inf).reshape(-1)[0]
@@ -237,12 +241,17 @@ def _on_lists(op: str, args: list[Any]) -> Any:
         # these operations give tuples
         return [*fast] if isinstance(fast, tuple) else fast
     return [
-        _on_vectors(op, [arg[i] if isinstance(arg, list) else arg for arg in args]) for i in range(len(lists[0]))
+        _on_vectors(op, [arg[i] if isinstance(arg, list) else arg for arg in args])
+        for i in range(len(lists[0]))
     ]
 
 
 def _is_tensors(arg: Any) -> bool:
     return isinstance(arg, list) and isinstance(arg[0], Tensor) and arg[0].dim() + arg[-1].dim() > 0
+
+
+def _is_numbers(arg: Any) -> bool:
+    return isinstance(arg, float) or (isinstance(arg, list) and isinstance(arg[0], float))
 
 
 _BY_LIST = {"add": torch._foreach_add, "sub": torch._foreach_sub, "mul": torch._foreach_mul}
@@ -262,9 +271,8 @@ def _foreach(op: str, args: list[Any]) -> Any:
         args, tensors = args[::-1], [True, False]
     if op == "mul" and isinstance(args[1], float) and args[1] == 1.0:
         return args[0]
-    if op in _BY_LIST and tensors[0] and (tensors[1] or not isinstance(args[1], Tensor)):
-        if tensors[1] or isinstance(args[1], float) or isinstance(args[1][0], float):
-            return _BY_LIST[op](args[0], args[1])
+    if op in _BY_LIST and tensors[0] and (tensors[1] or _is_numbers(args[1])):
+        return _BY_LIST[op](args[0], args[1])
     if op == "fma" and isinstance(args[0], float) and tensors[1]:
         if tensors[2]:
             return torch._foreach_add(args[2], args[1], alpha=args[0])

@@ -1,1 +1,1 @@
-"""What a step is computed on: rows of parameters with their gradients and states, tables of them, and the plan."""
+"""What a step is computed on: parameters with their gradients and states, tables of them, and the plan."""

@@ -46,7 +46,11 @@ class GroupOptions(NamedTuple):
 
 def is_sequence(value: Any) -> bool:
     """Whether an option is several values: a tuple, or whatever a configuration file makes of one."""
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, (str, Tensor, dict))
+    return (
+        hasattr(value, "__len__")
+        and hasattr(value, "__getitem__")
+        and not isinstance(value, (str, Tensor, dict))
+    )
 
 
 def read_group(optimizer: Any, i: int) -> GroupOptions:

@@ -8,7 +8,7 @@ A plan keeps no gradient alive, and no state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from .._algorithm.program import StepSpec
-from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_traced, is_watched, to_device
+from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_device
 from . import shards
 from .options import COMMON, GroupOptions, TensorOption, read_group
-from .row import Memory, Row, Settings, Update, make_row, program_of
+from .row import Memory, Row, Settings, make_row, program_of
 from .table import Bucket, Table, make_tables, new_status, step, upload
 
 _params = itemgetter("params")
@@ -149,7 +149,7 @@ class Plan:
         memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
         # all of them before anything is changed
         made = [[self._make_again(bucket.rows[i], memory) for i in found] for _, bucket, found in stale]
-        for (table, bucket, found), rows in zip(stale, made, strict=True):
+        for (_, bucket, found), rows in zip(stale, made, strict=True):
             if not all(row.fits_in_place_of(bucket.rows[i]) for i, row in zip(found, rows, strict=True)):
                 return False
         for (table, bucket, found), rows in zip(stale, made, strict=True):
@@ -284,7 +284,9 @@ class Plan:
         for table in self.tables:
             for bucket in table.buckets:
                 counts = table.sums[dict(bucket.program.fold_names)["nonfinite"]].tolist()
-                found += [self._called(bucket.rows[i]) for i in bucket.live if counts[bucket.first_row + i] != 0]
+                found += [
+                    self._called(bucket.rows[i]) for i in bucket.live if counts[bucket.first_row + i] != 0
+                ]
         if not found and self._settings.norm_ranks is not None and any(float(t[1].sum()) for t in measured):
             found = ["parameters of other ranks"]
         if found:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _engines
-from .._algorithm.program import EMA, Program, Rule, Slot, StepSpec, compile_step
+from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, compile_step
 from . import shards
 from .formats import Format, plain_format
 from .layout import dense_strides, empty_like, laid_like, lies_like
@@ -30,7 +32,7 @@ class Settings(NamedTuple):
     clip_scope: str = "global"
     exact: torch.dtype = torch.float64
     counts: bool = True
-    spec: StepSpec = StepSpec()
+    spec: StepSpec = ONLY_UPDATE
     norm_ranks: shards.Ranks | None = None
 
 
@@ -41,7 +43,7 @@ class Memory(NamedTuple):
 
     state: dict[Tensor, dict[str, Any]]
     unsaved_steps: dict[Tensor, Tensor]
-    names: dict[Tensor, str] = {}
+    names: Mapping[Tensor, str] = MappingProxyType({})
 
 
 class Update(NamedTuple):

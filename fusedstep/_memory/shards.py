@@ -216,7 +216,7 @@ def all_reduce_rows_(sums: Tensor, kinds: tuple[str, ...], group: ReduceGroup) -
         sums.copy_(to_device(reduced, sums.device))
 
 
-_FOLDS = {"sum": torch.sum, "max": torch.amax}
+_FOLDS: dict[str, Any] = {"sum": torch.sum, "max": torch.amax}
 
 
 def reduce_to_column(sums: Sequence[Tensor], kinds: tuple[str, ...], ranks: Ranks) -> Tensor:

@@ -111,7 +111,8 @@ class Bucket:
         if any(self._distributed):
             others = columns[1:]
             stale = [
-                i for at, i in enumerate(self.live)
+                i
+                for at, i in enumerate(self.live)
                 if not all(shards.lies_alike(columns[0][at], column[at]) for column in others)
             ]
             if stale:
@@ -190,7 +191,6 @@ class Bucket:
         if rows and spec.zero_grads:
             torch.autograd.graph.increment_version([row.grad for row in rows])
 
-
     def release(self) -> None:
         """Let go of all tensors; what is left are their addresses and how they are stored."""
         self.params, self.tensors = [], []
@@ -214,7 +214,12 @@ class Table:
     executable: Executable
 
     def __init__(
-        self, rows: list[Row], clip_ids: Sequence[int], options: np.ndarray, names: Sequence[str], settings: Settings
+        self,
+        rows: list[Row],
+        clip_ids: Sequence[int],
+        options: np.ndarray,
+        names: Sequence[str],
+        settings: Settings,
     ) -> None:
         self.engine, self.device, self.counts = rows[0].engine, rows[0].param.device, settings.counts
         self.spec, self.option_columns = settings.spec, {name: i for i, name in enumerate(names)}
@@ -331,10 +336,13 @@ class Table:
         return [*map(watch.address, (self.steps, *self._views))] if self._has_addresses else []
 
     def steps_have_moved(self) -> bool:
-        """Whether the vector is elsewhere, as when it was sent to another process; or a view is not one of it."""
+        """Whether the vector or one of its views is elsewhere, as after it was sent to another process."""
         if self._check_steps is None:
             return False
-        return not self._check_steps(self.steps, *self._views) or self._addresses_of_steps() != self._step_addresses
+        return (
+            not self._check_steps(self.steps, *self._views)
+            or self._addresses_of_steps() != self._step_addresses
+        )
 
     # a step
 
@@ -344,7 +352,7 @@ class Table:
         if self.spec.unscale_grads and any(map(overlaps_itself, grads)):
             raise RuntimeError(
                 "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled "
-                "there; use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients as they are"
+                "there; use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients scaled"
             )
         addresses = [g.data_ptr() for g in grads if g.numel()]
         if len({*addresses}) != len(addresses):
@@ -425,10 +433,12 @@ def _is_known(count: Any) -> bool:
 
 
 def _check_count(count: Any) -> None:
-    if isinstance(count, Tensor) and (count.layout != torch.strided or count.numel() != 1 or count.is_complex()):
+    if isinstance(count, Tensor) and (
+        count.layout != torch.strided or count.numel() != 1 or count.is_complex()
+    ):
         raise RuntimeError(
-            f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it must "
-            "be one real number: load a matching checkpoint, or delete optimizer.state[p]"
+            f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it "
+            "must be one real number: load a matching checkpoint, or delete optimizer.state[p]"
         )
 
 
@@ -454,16 +464,17 @@ CLIP_SCOPES: dict[str, Callable[[Row], Any]] = {
 }
 
 
-def make_tables(
-    rows: list[Row], options: np.ndarray, names: Sequence[str], settings: Settings
-) -> list[Table]:
+def make_tables(rows: list[Row], options: np.ndarray, names: Sequence[str], settings: Settings) -> list[Table]:
     """Tables of these rows, ready to be stepped."""
     keys = [*map(CLIP_SCOPES[settings.clip_scope], rows)]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     by_table: dict[tuple, list[tuple[Row, int]]] = {}
     for row, key in zip(rows, keys, strict=True):
         by_table.setdefault(row.table_key, []).append((row, numbers[key]))
-    tables = [Table(*map(list, zip(*members, strict=True)), options, names, settings) for members in by_table.values()]  # type: ignore[arg-type, misc]
+    tables = [
+        Table([row for row, _ in members], [i for _, i in members], options, names, settings)
+        for members in by_table.values()
+    ]
     if settings.norm_ranks is not None or len(tables) > 1:
         # with other ranks all are clipped together, and one column tells of them
         clip_ids = np.zeros(1, np.int64)

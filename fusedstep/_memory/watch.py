@@ -1,8 +1,8 @@
 """Has anything changed since the last step? Asked by calls that Python offers, for all tensors at once.
 
 Every step must look at every tensor again: parameters, gradients and states may be re-allocated, replaced or
-changed in place at will. Asked are the kind of each (dtype, device, sizes, strides, dispatch keys) and, where an
-engine works by address, its address. Nothing is compared by identity, so nothing is kept alive.
+changed in place at will. It asks for the kind of each (dtype, device, sizes, strides, dispatch keys) and, where
+an engine works by address, for its address. Nothing is compared by identity, so nothing is kept alive.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 try:
-    # private, but an interface, of torch's compiler: compares dtype, device, sizes, strides, keys and type of many
-    # tensors in one call, 0.04 us each. Reading these attributes in Python takes 1 us each
+    # private, but an interface of torch's compiler: it compares dtype, device, sizes, strides, dispatch keys
+    # and type of many tensors in one call, 0.04 us each. Reading these attributes in Python takes 1 us each
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
-    TensorGuards = None
+    TensorGuards: Any = None  # type: ignore[no-redef]
 
 address = Tensor.data_ptr
 
 
 def attributes(t: Tensor) -> tuple:
-    """What makes the kind of a tensor: if it is equal, so are the engine, the row and how the tensor is read."""
+    """What makes the kind of a tensor: where it is equal, another can take its place in a row."""
     if t.layout != torch.strided:
         return type(t), t.layout, t.dtype, t.device, t.shape
     return type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_conj(), t.is_neg()
@@ -33,7 +33,8 @@ def attributes(t: Tensor) -> tuple:
 def _compiled_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     if any(t.layout != torch.strided for t in tensors):
         return _python_check(tensors)
-    sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+    sizes: Any = [[*t.shape] for t in tensors]
+    strides: Any = [[*t.stride()] for t in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 

@@ -3,10 +3,10 @@
     class AdamW(Adam):
         weight_decay: float = 1e-2
 
-An argument is an option of every group unless it is declared `for_all`. `inspect.signature` shows arguments as if
-they had been written out, with those that every optimizer takes at the end.
+An argument is an option of every group unless it is declared `for_all`. `inspect.signature` shows arguments as
+if they had been written out, with those that every optimizer takes at the end.
 
-Of torch.optim's classes the errors are torch.optim's, word for word: handlers and tests out there depend on them.
+Of torch.optim's classes the errors are torch.optim's, word for word: handlers and tests depend on them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Argument(NamedTuple):
     scalars: tuple[str, ...] = ()
 
 
-def keyword(*, default: Any, kw_only: Literal[True] = True) -> Any:
+def keyword(*, default: Any, kw_only: Literal[True]) -> Any:
     """An option that is passed by keyword only."""
     return Argument(default, kw_only=kw_only)
 
 
-def for_all(*, default: Any, kw_only: Literal[True] = True) -> Any:
+def for_all(*, default: Any, kw_only: Literal[True]) -> Any:
     """An argument that holds for all groups, passed by keyword only."""
     return Argument(default, kw_only=kw_only, for_all=True)
 
 
-def fixed(*, default: Any, init: Literal[False] = False) -> Any:
+def fixed(*, default: Any, init: Literal[False]) -> Any:
     """An option that makes the class what it is, whatever a checkpoint says."""
     return Argument(default, fixed=not init)
 
@@ -57,19 +57,23 @@ def pair(first: str, second: str, *, default: tuple, kw_only: bool = False) -> A
 
 
 @dataclass_transform(field_specifiers=(keyword, for_all, fixed, pair))
-class Common:
+class Declared:
+    """For type checkers: subclasses have a constructor that takes what they declare."""
+
+
+class Common(Declared):
     """The arguments that every optimizer takes; `fusedstep.optimizers` describes them."""
 
     params: ParamsT
-    maximize: bool = keyword(default=False)
-    max_grad_norm: float | Tensor | None = keyword(default=None)
-    norm_type: float = for_all(default=2.0)
-    norm_group: Any = for_all(default=None)
-    skip_nonfinite: bool | str = for_all(default=False)
-    ema_decay: float | Tensor | None = keyword(default=None)
-    statistics: bool = for_all(default=False)
-    state_dtype: torch.dtype | str | None = for_all(default=None)
-    engine: str | None = for_all(default=None)
+    maximize: bool = keyword(default=False, kw_only=True)
+    max_grad_norm: float | Tensor | None = keyword(default=None, kw_only=True)
+    norm_type: float = for_all(default=2.0, kw_only=True)
+    norm_group: Any = for_all(default=None, kw_only=True)
+    skip_nonfinite: bool | str = for_all(default=False, kw_only=True)
+    ema_decay: float | Tensor | None = keyword(default=None, kw_only=True)
+    statistics: bool = for_all(default=False, kw_only=True)
+    state_dtype: torch.dtype | str | None = for_all(default=None, kw_only=True)
+    engine: str | None = for_all(default=None, kw_only=True)
 
 
 def declared_arguments(cls: type, inherited: dict[str, Argument]) -> dict[str, Argument]:
@@ -204,8 +208,8 @@ def check_schedule(schedule: str, warmup: float, t_total: float) -> None:
 def check_trust(bounds: tuple[float, float], max_weight_norm: float) -> None:
     if not _is_pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
         raise ValueError(
-            f"Invalid trust_bounds: {bounds!r}; two numbers are needed, the smallest and the largest ratio, not "
-            "below 0"
+            f"Invalid trust_bounds: {bounds!r}; two numbers are needed, the smallest and the largest ratio, "
+            "not below 0"
         )
     if not max_weight_norm > 0:
         raise ValueError(f"Invalid max_weight_norm: {max_weight_norm}; use a positive number")

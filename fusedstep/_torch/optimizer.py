@@ -42,7 +42,6 @@ from .arguments import (
 from .checkpoint import loadable, unpack
 from .statistics import Statistics, collected
 
-
 COMMON_ARGUMENTS = declared_arguments(Common, {})
 
 
@@ -111,7 +110,11 @@ class Optimizer(Common, torch.optim.Optimizer):
             raise ValueError(f"Invalid norm_type: {whole['norm_type']!r}; use one of {NORM_TYPES}")
         if whole["norm_group"] is not None:
             check_group(whole["norm_group"], clip_scope)
-        self.state_dtype, self.engine, self.clip_scope = as_state_dtype(whole["state_dtype"]), engine, clip_scope
+        self.state_dtype, self.engine, self.clip_scope = (
+            as_state_dtype(whole["state_dtype"]),
+            engine,
+            clip_scope,
+        )
         self.norm_type, self.norm_group = float(whole["norm_type"]), whole["norm_group"]
         # as torch has it: the constructor's word alone, whatever groups and checkpoints say
         fused = defaults.get("fused")
@@ -174,7 +177,7 @@ class Optimizer(Common, torch.optim.Optimizer):
         """Asked by torch's GradScaler: whether it leaves unscaling and skipping to step(). May be set."""
         if self._unscales is not None:
             return self._unscales
-        # a scaler that finds an infinity on one rank only would not call step() there, and the others would wait
+        # a scaler that finds an infinity on one rank only does not call step() there: the others would wait
         params = (p for group in self.param_groups for p in group["params"])
         return self.norm_group is not None or on_several_meshes(params)
 
@@ -187,7 +190,7 @@ class Optimizer(Common, torch.optim.Optimizer):
         return Settings(
             owner=type(self).__name__,
             engine=self.engine,
-            state_dtype=self.state_dtype,
+            state_dtype=as_state_dtype(self.state_dtype),
             clip_scope=self.clip_scope,
             norm_ranks=None if self.norm_group is None else ranks_of(self.norm_group),
         )
@@ -317,7 +320,7 @@ class Optimizer(Common, torch.optim.Optimizer):
         """How many steps were skipped so far, as a tensor on their device."""
         return torch.tensor(0, device="cpu") if self._status is None else self._status[_engines.SKIPPED].long()
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> Statistics:  # type: ignore[override, misc]  # also the name of an argument
         """What the last step measured, on the device: only reading it waits.
 
         >>> import torch, fusedstep
@@ -444,7 +447,7 @@ class Optimizer(Common, torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             group.update({name: a.default for name, a in self.arguments.items() if a.fixed})
-        unpack(self.state, self.state_dtype)
+        unpack(self.state, as_state_dtype(self.state_dtype))
 
 
 def _constructor(cls: type[Optimizer]) -> Callable:
@@ -456,7 +459,10 @@ def _constructor(cls: type[Optimizer]) -> Callable:
         bound.apply_defaults()
         self._setup(**bound.arguments)
 
-    with_self = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+    with_self = [
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        *signature.parameters.values(),
+    ]
     __init__.__signature__ = inspect.Signature(with_self)  # type: ignore[attr-defined]
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     return __init__

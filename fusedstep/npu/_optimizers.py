@@ -60,7 +60,9 @@ class NpuFusedAdam(FusedOptimizer, Adam):
         state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine)
+        Adam.__init__(
+            self, params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine
+        )
 
 
 class NpuFusedAdamW(FusedOptimizer, AdamW):
@@ -93,7 +95,9 @@ class NpuFusedAdamW(FusedOptimizer, AdamW):
         state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine)
+        AdamW.__init__(
+            self, params, lr, betas, eps, weight_decay, amsgrad, state_dtype=state_dtype, engine=engine
+        )
 
 
 class NesterovError(ValueError, TypeError):
@@ -142,7 +146,7 @@ class NpuFusedSGD(FusedOptimizer, SGD):
         # no rate is an infinite one, which no group gets away with
         rate = math.inf if lr is None else lr
         options = momentum, dampening, weight_decay, nesterov
-        super().__init__(params, rate, *options, state_dtype=state_dtype, engine=engine)
+        SGD.__init__(self, params, rate, *options, state_dtype=state_dtype, engine=engine)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
@@ -198,7 +202,7 @@ class NpuFusedBertAdam(FusedOptimizer, BertAdam):
         engine: str | None = None,
     ) -> None:
         options = lr, warmup, t_total, schedule, b1, b2, e, weight_decay, max_grad_norm
-        super().__init__(params, *options, clip_scope="group", state_dtype=state_dtype, engine=engine)
+        BertAdam.__init__(self, params, *options, clip_scope="group", state_dtype=state_dtype, engine=engine)
         if any(map(_starts_at_half_the_rate, self.param_groups)):
             warnings.warn(
                 "warmup=-1 with schedule='warmup_linear' starts at half the learning rate and goes down from "

@@ -89,7 +89,7 @@ class Emitter:
         if op == "neg":
             return b.fneg(args[0])
         if op in ("maximum", "minimum"):
-            return larger(b, *args, ">" if op == "maximum" else "<")
+            return larger(b, args[0], args[1], ">" if op == "maximum" else "<")
         if op in ("fma", "sqrt"):
             return call_intrinsic(b, f"llvm.{op}.{self._suffix}", self.kind, args)
         return self._library(op, args)
@@ -241,9 +241,7 @@ def folded(builder: ir.IRBuilder, kind: str, parts: ir.Value) -> ir.Value:
 
 
 @contextmanager
-def loop(
-    builder: ir.IRBuilder, begin: ir.Value, end: ir.Value, by: int = 1
-) -> Iterator[ir.Value]:
+def loop(builder: ir.IRBuilder, begin: ir.Value, end: ir.Value, by: int = 1) -> Iterator[ir.Value]:
     """Everything written inside is repeated for i = begin, begin + by, ... below end."""
     function = builder.function
     with builder.goto_entry_block():

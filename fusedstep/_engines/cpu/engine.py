@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..._algorithm.program import Scalars, Sweep
-from .. import FOUND, LIVE, NUMEL, SCALE, SKIP, SKIPPED, Amp, chunk_starts, chunks
+from .. import FOUND, SCALE, SKIP, SKIPPED, Amp, chunk_starts, chunks
 from .kernels import CHUNK, JOB, PREPARE_JOB, compile_prepare, compile_reduce, compile_sweep
 
 NAME = "cpu"
@@ -123,7 +123,7 @@ class _Sweep:
         places, cuts = _ranges(bucket.numels)
         self._firsts = chunk_starts(bucket.numels, CHUNK)
         self._partials = np.zeros((self._firsts[-1], len(sweep.folds)))
-        arrays = cuts, places, rows, scalars, self._partials
+        arrays = [cuts, places, rows, scalars, self._partials]
         job = [0, len(cuts) - 1, *(array.ctypes.data for array in arrays), rows.shape[1], scalars.shape[1]]
         self._job = np.array(job, np.int64)
         assert len(self._job) == len(JOB)
@@ -134,10 +134,8 @@ class _Sweep:
             sums = table.sums.numpy()[sweep.first_fold :, bucket.first_row :]
             kernel = compile_reduce(tuple(fold.kind for fold in sweep.folds), table.sums.dtype)
             addresses = [array.ctypes.data for array in (self._partials, self._firsts, sums)]
-            self._reduce = functools.partial(
-                kernel.call, *addresses, len(bucket.numels), table.sums.shape[1]
-            )
-            self._keep += (sums,)
+            self._reduce = functools.partial(kernel.call, *addresses, len(bucket.numels), table.sums.shape[1])
+            self._keep.append(sums)
 
     def __call__(self) -> None:
         self._job[0] = 0

@@ -17,7 +17,7 @@ import torch
 from llvmlite import ir
 
 from ..._algorithm.program import Scalars, Sweep
-from .. import FIRST_POINTER, GROUP, LIVE, CLIP_ID, NUMEL
+from .. import CLIP_ID, FIRST_POINTER, GROUP, LIVE, NUMEL
 from . import emit
 from .emit import F64, FLOATS, I64, LANES, Compiled, Emitter
 
@@ -50,7 +50,9 @@ class _Job:
         b = self.builder
         index = row
         if column is not None:
-            index = b.add(b.mul(row, self[f"{name}_width"]), column if isinstance(column, ir.Value) else I64(column))
+            index = b.add(
+                b.mul(row, self[f"{name}_width"]), column if isinstance(column, ir.Value) else I64(column)
+            )
         return b.gep(b.inttoptr(self[name], kind.as_pointer()), [index])
 
     def load(self, name: str, kind: ir.Type, row: Any, column: Any = None) -> ir.Value:
@@ -134,7 +136,9 @@ def compile_sweep(sweep: Sweep, dtypes: tuple[torch.dtype, ...], exact: torch.dt
     return Compiled(b, None, [ctypes.c_void_p])
 
 
-def _emit_chunk(b: ir.IRBuilder, job: _Job, chunk: ir.Value, sweep: Sweep, dtypes: Any, exact: torch.dtype) -> None:
+def _emit_chunk(
+    b: ir.IRBuilder, job: _Job, chunk: ir.Value, sweep: Sweep, dtypes: Any, exact: torch.dtype
+) -> None:
     compute = F64 if torch.float64 in dtypes else emit.F32
     place = b.mul(chunk, I64(2))
     t, begin = job.load("places", I64, place), job.load("places", I64, b.add(place, I64(1)))
@@ -174,7 +178,9 @@ def _emit_chunk(b: ir.IRBuilder, job: _Job, chunk: ir.Value, sweep: Sweep, dtype
 @functools.cache
 def compile_reduce(kinds: tuple[str, ...], exact: torch.dtype) -> Compiled:
     """reduce(partials, firsts, sums, count, width): chunks of a tensor one after the other."""
-    b = emit.function("fusedstep_reduce", _VOID, [F64.as_pointer(), _POINTER, FLOATS[exact].as_pointer(), I64, I64])
+    b = emit.function(
+        "fusedstep_reduce", _VOID, [F64.as_pointer(), _POINTER, FLOATS[exact].as_pointer(), I64, I64]
+    )
     partials, firsts, sums, count, width = b.function.args
     total = emit.variable(b, F64)
     with emit.loop(b, I64(0), count) as t:

@@ -71,7 +71,7 @@ class Executable:
         self._sweeps: list[list[_Launch]] = []
         for k in range(table.sweep_count):
             runs = [*table.scalar_runs(k)]
-            self._prepares.append([_prepare(table, *run, tells=i == 0) for i, run in enumerate(runs)])
+            self._prepares.append([_prepare(table, *run, i == 0) for i, run in enumerate(runs)])
             self._sweeps.append([*_sweep(table, k, places, firsts)])
 
     def prepare(self, k: int, amp: Amp) -> None:
@@ -95,7 +95,16 @@ def _prepare(table: Any, scalars: Scalars, first: int, end: int, tells: bool) ->
         return INPUTS.index(kind), place if isinstance(place, int) else 0, int(is_max)
 
     measured, clip_ids = table.shared
-    tables = table.cells, table.steps, table.options, table.sums, measured, clip_ids, table.scalars, table.status
+    tables = (
+        table.cells,
+        table.steps,
+        table.options,
+        table.sums,
+        measured,
+        clip_ids,
+        table.scalars,
+        table.status,
+    )
     numbers = first, end, len(table.rows), len(clip_ids)
     decides = scalars.skip is not None
     constants = {
@@ -152,6 +161,8 @@ def _sweep(table: Any, k: int, places: torch.Tensor, firsts: np.ndarray) -> Any:
         added = partials, torch.from_numpy(firsts).to(table.device), sums, len(table.rows)
         constants = {"MAXES": maxes, "BLOCK": _ADDED}
         yield _Launch(fusedstep_reduce, len(table.rows), added, 0, constants, {"num_warps": _ADDING_WARPS})
+
+
 class _Launch:
     """A kernel with its tables and constants, compiled once for each set of optional arguments."""
 
@@ -220,5 +231,3 @@ def _on(device: torch.device) -> Any:
     if device.type == "cpu" or device.index in (None, torch.accelerator.current_device_index()):
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)
-
-
