@@ -201,7 +201,7 @@ class NpuFusedBertAdam(FusedOptimizer, BertAdam):
         state_dtype: torch.dtype | str | None = None,
         engine: str | None = None,
     ) -> None:
-        options = lr, warmup, t_total, schedule, b1, b2, e, weight_decay, max_grad_norm
+        options: Any = lr, warmup, t_total, schedule, b1, b2, e, weight_decay, max_grad_norm
         BertAdam.__init__(self, params, *options, clip_scope="group", state_dtype=state_dtype, engine=engine)
         if any(map(_starts_at_half_the_rate, self.param_groups)):
             warnings.warn(

@@ -71,7 +71,7 @@ class Executable:
         self._sweeps: list[list[_Launch]] = []
         for k in range(table.sweep_count):
             runs = [*table.scalar_runs(k)]
-            self._prepares.append([_prepare(table, *run, i == 0) for i, run in enumerate(runs)])
+            self._prepares.append([_prepare(table, run, tells=i == 0) for i, run in enumerate(runs)])
             self._sweeps.append([*_sweep(table, k, places, firsts)])
 
     def prepare(self, k: int, amp: Amp) -> None:
@@ -86,8 +86,9 @@ class Executable:
                 launch()
 
 
-def _prepare(table: Any, scalars: Scalars, first: int, end: int, tells: bool) -> _Launch:
+def _prepare(table: Any, run: tuple[Scalars, int, int], tells: bool) -> _Launch:
     """Scalars of consecutive rows that have them in common."""
+    scalars, first, end = run
 
     def source(kind: str, which: Any) -> tuple[int, ...]:
         is_max = kind == "clip_total" and table.shared_kinds[which] == "max"
