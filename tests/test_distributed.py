@@ -21,7 +21,7 @@ from tests import ranks, reference
 from tests.cases import CASES, KINDS, Case, name_of
 from tests.conftest import HAS_GPU, HAS_TRITON
 from tests.numerics import assert_alike
-from tests.test_changes import LOOKS
+from tests.test_changes import CHECKS
 
 NAN, INF = float("nan"), float("inf")
 _ADAMW = fusedstep.AdamW, torch.optim.AdamW, reference.adamw
@@ -247,7 +247,7 @@ PART_CHANGES = {
 def changed_between_steps(change, look):
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        LOOKS[look](patch)
+        CHECKS[look](patch)
         for name in (change, "nothing"):
             torch.manual_seed(1)
             p = nn.Parameter(distribute_tensor(torch.randn(4, 4), ranks.mesh(2), [ROWS]))
@@ -262,7 +262,7 @@ def changed_between_steps(change, look):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", CHECKS)
 @pytest.mark.parametrize("change", PART_CHANGES)
 def test_whatever_is_done_to_parts_between_steps_is_noticed(two, change, look):
     two.run(changed_between_steps, change, look)
