@@ -117,13 +117,12 @@ class Plan:
         """Bring everything up to date; False if another plan is needed."""
         if spec != self.spec or is_watched() != self._watched or optimizer.norm_group is not self._norm_group:
             return False
-        with torch.inference_mode(False), torch.no_grad():
-            return (
-                self._has_members(optimizer.param_groups)
-                and self._refresh_options(optimizer)
-                and not any(p.grad is not None for p in self._frozen)
-                and self._refresh_rows(optimizer)
-            )
+        return (
+            self._has_members(optimizer.param_groups)
+            and self._refresh_options(optimizer)
+            and not any(p.grad is not None for p in self._frozen)
+            and self._refresh_rows(optimizer)
+        )
 
     def _has_members(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups have the parameters they had."""
@@ -134,6 +133,7 @@ class Plan:
 
     # rows
 
+    @torch.no_grad()
     def _refresh_rows(self, optimizer: Any) -> bool:
         if any(table.steps_have_moved() for table in self.tables):
             return False
@@ -161,12 +161,11 @@ class Plan:
 
     def _refresh_bucket(self, table: Table, bucket: Bucket) -> list[int]:
         """Rows that have to be made again."""
-        stale = bucket.switch_rows()
+        stale = bucket.refresh()
         if not stale:
             counted_elsewhere = bucket.rows_with_other_steps()
             if counted_elsewhere:
                 table.adopt_steps(bucket, counted_elsewhere)
-            stale = bucket.refresh()
         return stale
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
@@ -181,6 +180,8 @@ class Plan:
                 found = state.get(row.param)
                 if found is not row.state and (found is not None or row.state):
                     row.state = {} if found is None else found
+            for bucket in table.buckets:
+                bucket.record()
         self._states = [*state.values()]
 
     # options

@@ -10,7 +10,7 @@ every tensor. Groups do not split buckets: options are columns of a table with o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -60,83 +60,95 @@ class Bucket:
         self._state_names = [slot.name for slot in self.program.states]
         self._has_explicit_grads = any(row.explicit_grad is not None for row in rows)
         self._distributed = [*map(shards.is_distributed, self.params)]
+        self._everything = [*range(len(rows))]
         # whether all tensors of the live rows are of the kinds they were, in one call
         self._check_all: Callable[..., bool] | None = None
+        self._was_same = False
         self._addresses: list[int] = []
+        self.record()
 
     @property
     def live_rows(self) -> list[Row]:
         return self.rows if len(self.live) == len(self.rows) else [self.rows[i] for i in self.live]
 
+    def record(self) -> None:
+        """Remember what rows have that a step asks of all of them."""
+        self._states = [row.state for row in self.rows]
+        self._steps = [row.step for row in self.rows]
+        self._has_staged = any(row.staged for row in self.rows)
+        self._has_unstarted = not all(row.started for row in self.rows)
+
     def replace(self, i: int, row: Row) -> None:
         """Another row for the same parameter, in the same place."""
         self.rows[i] = row
         self._check_all, self._addresses = None, []
+        self.record()
 
-    def switch_rows(self) -> list[int]:
-        """Switch on the rows that have a gradient, and the others off. Returns those that never had one."""
-        has_grad = self._grads()
-        live = [i for i, g in enumerate(has_grad) if g is not None]
-        if live != self.live:
-            self.live, self._check_all, self._addresses = live, None, []
-            self.cells[:, LIVE] = 0
-            self.cells[live, LIVE] = 1
-            self.cells[:, NUMEL] = np.where(self.cells[:, LIVE], self.numels, 0)
-            self.cells_changed = True
-        return [i for i in live if not self.rows[i].started]
-
-    def _grads(self) -> list[Any]:
-        return [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self.params)]
-
-    def rows_with_other_steps(self) -> list[int]:
-        """Rows that count in another tensor than their state has."""
-        if not self.program.saves_step:
-            return []
-        rows = self.live_rows
-        states = [row.state for row in rows]
-        try:
-            if all(map(is_, map(itemgetter("step"), states), [row.step for row in rows])):
-                return []
-        except KeyError:
-            pass
-        return [i for i in self.live if self.rows[i].state.get("step") is not self.rows[i].step]
+    def _live(self, items: list[Any]) -> list[Any]:
+        return items if len(self.live) == len(items) else [items[i] for i in self.live]
 
     def refresh(self) -> list[int]:
         """Read again where everything is. Returns the rows that are not what they were made for, if any."""
-        rows = self.live_rows
+        grads = [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self.params)]
+        self._switch(grads)
+        stale = [i for i in self.live if not self.rows[i].started] if self._has_unstarted else []
+        if stale:
+            return stale
+        states = self._live(self._states)
         try:
-            columns = self._columns(rows)
+            of_states = [[*map(itemgetter(name), states)] for name in self._state_names]
         except KeyError:
-            return [i for i in self.live if not all(name in self.rows[i].state for name in self._state_names)]
+            return [i for i in self.live if not all(name in self._states[i] for name in self._state_names)]
+        columns = [self._live(self.params), self._live(grads), *of_states]
         if any(self._distributed):
-            others = columns[1:]
-            stale = [
-                i
-                for at, i in enumerate(self.live)
-                if not all(shards.lies_alike(columns[0][at], column[at]) for column in others)
-            ]
+            stale = self._rows_of_other_placements(columns)
             if stale:
                 return stale
             columns = [self._local_parts(column) for column in columns]
         stale = self._rows_of_other_kinds(columns)
         if stale:
             return stale
-        self.staged = [row for row in rows if row.staged]
+        self.staged = [row for row in self.live_rows if row.staged] if self._has_staged else []
         if self.engine.BY_ADDRESS:
             self._read_addresses(columns)
         else:
             self.tensors = columns
         return []
 
-    def _columns(self, rows: list[Row]) -> list[list[Any]]:
-        """Parameters, gradients and states of these rows, in the order of the slots."""
-        states = [row.state for row in rows]
-        grads = self._grads()
-        if len(rows) == len(self.rows):
-            found = [self.params, grads]
+    def _switch(self, grads: list[Any]) -> None:
+        """Switch on the rows that have a gradient, and the others off."""
+        # not `None in grads`, which would compare tensors
+        if any(map(is_, grads, repeat(None))):
+            live = [i for i, g in enumerate(grads) if g is not None]
         else:
-            found = [[row.param for row in rows], [grads[i] for i in self.live]]
-        return [*found, *([*map(itemgetter(name), states)] for name in self._state_names)]
+            live = self._everything
+        if live is not self.live and live != self.live:
+            self._check_all, self._addresses, self._was_same = None, [], False
+            self.cells[:, LIVE] = 0
+            self.cells[live, LIVE] = 1
+            self.cells[:, NUMEL] = np.where(self.cells[:, LIVE], self.numels, 0)
+            self.cells_changed = True
+        self.live = live
+
+    def rows_with_other_steps(self) -> list[int]:
+        """Rows that count in another tensor than their state has."""
+        if not self.program.saves_step:
+            return []
+        try:
+            found = map(itemgetter("step"), self._live(self._states))
+            if all(map(is_, found, self._live(self._steps))):
+                return []
+        except KeyError:
+            pass
+        return [i for i in self.live if self.rows[i].state.get("step") is not self.rows[i].step]
+
+    def _rows_of_other_placements(self, columns: list[list[Any]]) -> list[int]:
+        """Rows whose tensors are not distributed as their parameter is."""
+        return [
+            i
+            for i, (p, *others) in zip(self.live, zip(*columns, strict=True), strict=True)
+            if not all(shards.lies_alike(p, t) for t in others)
+        ]
 
     def _local_parts(self, column: list[Any]) -> list[Any]:
         return [*map(_local_part, column)] if all(self._distributed) else [*map(shards.local, column)]
@@ -146,17 +158,18 @@ class Bucket:
             if self._check_all(*chain.from_iterable(columns)):
                 return []
             self._check_all = None
-        rows, stale, is_new = self.live_rows, set(), False
+        rows, stale = self.live_rows, set()
         for k, column in enumerate(columns):
             for i, row, t in zip(self.live, rows, column, strict=True):
                 check = row.checks[k]
                 if check is None and isinstance(t, Tensor):
-                    row.checks[k], is_new = watch.check_of(t), True
+                    row.checks[k] = watch.check_of(t)
                 elif check is None or not check(t):
                     stale.add(i)
-        if not stale and not is_new and self.live:
-            # the same set again: from now on all in one call
+        if self._was_same and self.live and not stale:
+            # the same rows for the third time: from now on all in one call, which takes as long to make as ten
             self._check_all = watch.make_check([*chain.from_iterable(columns)])
+        self._was_same = True
         return sorted(stale)
 
     def _read_addresses(self, columns: list[list[Any]]) -> None:
@@ -164,7 +177,7 @@ class Bucket:
         if addresses == self._addresses:
             return
         found = np.array(addresses, np.int64).reshape(len(columns), len(self.live))
-        for at, row in enumerate(self.live_rows if self.staged else ()):
+        for at, row in enumerate(self.live_rows if self._has_staged else ()):
             for slot, copy in enumerate((row.param_copy, row.grad_copy)):
                 if copy is not None:
                     found[slot, at] = copy.data_ptr()
@@ -185,11 +198,10 @@ class Bucket:
 
     def count_writes(self, spec: StepSpec) -> None:
         """Tell autograd that the parameters were written, and gradients if they were cleared."""
-        rows = self.live_rows
-        if rows:
-            torch.autograd.graph.increment_version([row.param for row in rows])
-        if rows and spec.zero_grads:
-            torch.autograd.graph.increment_version([row.grad for row in rows])
+        if self.live:
+            torch.autograd.graph.increment_version(self._live(self.params))
+        if self.live and spec.zero_grads:
+            torch.autograd.graph.increment_version([row.grad for row in self.live_rows])
 
     def release(self) -> None:
         """Let go of all tensors; what is left are their addresses and how they are stored."""
@@ -317,6 +329,8 @@ class Table:
                 _check_shared(count, self.rows[i])
                 self._shared_steps[i] = count
             self.rows[i].step = count if _is_shared(count) else self._views[i]
+        for bucket in self.buckets:
+            bucket.record()
 
     def adopt_steps(self, bucket: Bucket, rows: list[int]) -> None:
         """Go on from the counts that the states of these rows hold now."""
