@@ -124,7 +124,7 @@ class Bucket:
             live = self._everything
         if live is not self.live and live != self.live:
             self._check_all, self._addresses, self._was_same = None, [], False
-            self.cells[:, LIVE] = 0
+            self.cells[:, LIVE] = self.cells[:, UNMASKED_NUMEL] = 0
             self.cells[live, LIVE] = 1
             self.cells[:, NUMEL] = np.where(self.cells[:, LIVE], self.numels, 0)
             self.cells_changed = True
@@ -205,7 +205,7 @@ class Bucket:
 
     def release(self) -> None:
         """Let go of all tensors; what is left are their addresses and how they are stored."""
-        self.params, self.tensors = [], []
+        self.params, self.tensors, self._states, self._steps, self.staged = [], [], [], [], []
         for row in self.rows:
             row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
 

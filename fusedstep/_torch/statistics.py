@@ -80,12 +80,12 @@ def _of_bucket(table: Table, bucket: Bucket) -> dict[str, Tensor]:
         "nonfinites": sums["nonfinite"],
         "param_norms": torch.where(skipped, torch.nan, sums["param"].sqrt()),
         "update_norms": torch.where(skipped, 0, sums["update"].sqrt()),
-        "clip_factors": torch.ones_like(grads),
+        "clip_factors": torch.where(skipped, torch.nan, torch.ones_like(grads)),
     }
     found |= {f"{name}s": torch.where(skipped, torch.nan, value) for name, value in reports.items()}
     if not table.spec.measures_first:
         # nothing was read of a step that was skipped
-        for name in ("grad_norms", "nonfinites", "clip_factors"):
+        for name in ("grad_norms", "nonfinites"):
             found[name] = torch.where(skipped, torch.nan, found[name])
     live = table.cells[rows, LIVE] != 0
     return {"live": live, **{name: torch.where(live, value, torch.nan) for name, value in found.items()}}
