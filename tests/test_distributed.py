@@ -989,7 +989,7 @@ def copied_stages():
     # another group is another step, for all ranks at once
     stages.ours.norm_group = None
     stages.ours.step()
-    assert stages.ours._plan._settings.others is None
+    assert stages.ours._plan._settings.norm_ranks is None
 
 
 def test_a_copy_talks_to_the_same_ranks(two):

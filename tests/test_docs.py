@@ -82,6 +82,6 @@ def test_a_step_takes_as_many_launches_as_the_page_says(make, limit, row, dtypes
 
     monkeypatch.setattr(triton._Launch, "__call__", counted)
     optimizer.step()
-    # each sweep once more for a second mix of dtypes, and the second scalars of Lamb, which differ for 16-bit states
+    # each sweep once more for a second mix of dtypes, and so the second scalars of Lamb
     more = sweeps + (make is fusedstep.Lamb)
     assert count[0] == launches + more * (len(dtypes) - 1)

@@ -31,6 +31,7 @@ from .._engines import (
     Amp,
     Executable,
     is_capturing,
+    is_plain,
     is_traced,
     to_device,
 )
@@ -151,7 +152,12 @@ class Bucket:
         ]
 
     def _local_parts(self, column: list[Any]) -> list[Any]:
-        return [*map(_local_part, column)] if all(self._distributed) else [*map(shards.local, column)]
+        if all(self._distributed):
+            parts = [*map(_local_part, column)]
+            # others are still on their way, from other ranks
+            if {*map(type, parts)} <= {Tensor}:
+                return parts
+        return [*map(shards.local, column)]
 
     def _rows_of_other_kinds(self, columns: list[list[Any]]) -> list[int]:
         if self._check_all is not None:
@@ -162,7 +168,7 @@ class Bucket:
         for k, column in enumerate(columns):
             for i, row, t in zip(self.live, rows, column, strict=True):
                 check = row.checks[k]
-                if check is None and isinstance(t, Tensor):
+                if check is None and isinstance(t, Tensor) and (is_plain(t) or not self.engine.BY_ADDRESS):
                     row.checks[k] = watch.check_of(t)
                 elif check is None or not check(t):
                     stale.add(i)
