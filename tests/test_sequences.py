@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-import fusedstep
 from tests.cases import CASES, KINDS, name_of
 from tests.test_changes import Pair
 
@@ -339,4 +338,46 @@ def test_a_parameter_moves_from_one_group_to_another(engine):
             groups = optimizer.param_groups
             groups[i]["params"], groups[i - 1]["params"] = groups[i - 1]["params"], groups[i]["params"]
             groups[0]["lr"], groups[1]["momentum"] = 0.1, 0.5
+    pair.step()
+
+
+# what builds new tables, which take over rows that are still right
+REBUILDS = {
+    "group added": lambda o: o.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
+    "group removed": lambda o: o.param_groups.pop(),
+    "option of another group": lambda o: o.param_groups[-1].update(amsgrad=True),
+    "gradients cleared": lambda o: None,
+}
+
+
+@pytest.mark.parametrize("rebuild", REBUILDS)
+def test_new_tables_go_on_from_counts_that_were_replaced(rebuild, engine):
+    pair = two_groups(case_of("adam"), engine, lr=1e-2)
+    pair.step()
+    pair.step()
+    for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):
+        optimizer.state[params[0]]["step"] = torch.tensor(50.0)
+        optimizer.state[params[1]]["step"].fill_(20.0)
+        optimizer.state[params[2]]["max_exp_avg_sq"] = torch.zeros_like(params[2])
+        REBUILDS[rebuild](optimizer)
+    for _ in range(2):
+        pair.set_grads()
+        pair.a.step(zero_grad=rebuild == "gradients cleared", set_to_none=False)
+        pair.b.step()
+        pair.compare()
+
+
+def test_states_exchanged_between_parameters(engine):
+    pair = Pair(case_of("adam"), engine, [(3,)] * 3)
+    pair.step(skip=(2,))
+    pair.step(skip=(2,))
+    for optimizer, (p, q, _) in ((pair.a, pair.ours), (pair.b, pair.theirs)):
+        states = optimizer.state
+        states[p], states[q] = states[q], states[p]
+    pair.step()
+    for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):
+        # the same dicts in the same order, of other parameters
+        states = [optimizer.state[p] for p in params]
+        optimizer.state = type(optimizer.state)(dict, zip(reversed(params), states, strict=True))
+    pair.step()
     pair.step()
