@@ -154,7 +154,7 @@ def fresh(case, optimizer, params, engine):
     return other, copies
 
 
-@pytest.mark.parametrize("case", [case for case in KINDS if case.name != "sgd"], ids=name_of)
+@cases
 def test_states_get_another_dtype_for_good(case, engine):
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer = case.ours(params, engine=engine, **case.options)
