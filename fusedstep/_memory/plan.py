@@ -92,6 +92,7 @@ class Plan:
                 row.commit(memory)
         self._copy_tensor_options()
         self._states: list[dict] = []
+        self._state_keys: list[Tensor] = []
         if not self._refresh_rows(optimizer):
             raise RuntimeError("a parameter changed while its step was prepared; is another thread at work?")
 
@@ -110,8 +111,8 @@ class Plan:
         if settings.spec != self._settings.spec and settings.spec.needs_sums:
             return {}
         self._find_states(optimizer.state)
-        rows = (row for table in self.tables for row in table.rows)
-        return {id(row.param): row for row in rows if row.started and row.grad is not None and row.is_right()}
+        rows = (row for table in self.tables for row in table.rows if row.started and row.grad is not None)
+        return {id(row.param): row for row in rows if row.is_right()}
 
     def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
         """Bring everything up to date; False if another plan is needed."""
@@ -173,7 +174,8 @@ class Plan:
 
     def _find_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Follow state dicts that were replaced."""
-        if len(state) == len(self._states) and all(map(is_, state.values(), self._states)):
+        same_keys = len(state) == len(self._state_keys) and all(map(is_, state, self._state_keys))
+        if same_keys and all(map(is_, state.values(), self._states)):
             return
         for table in self.tables:
             for row in table.rows:
@@ -182,7 +184,7 @@ class Plan:
                     row.state = {} if found is None else found
             for bucket in table.buckets:
                 bucket.record()
-        self._states = [*state.values()]
+        self._states, self._state_keys = [*state.values()], [*state]
 
     # options
 

@@ -139,6 +139,12 @@ class ReduceGroup(NamedTuple):
     # in the same order on all ranks; None if that is just all of them
     rows: Tensor | None
 
+    def within(self, begin: int, end: int, device: torch.device) -> ReduceGroup | None:
+        """Those of these rows of the table; None if there are none."""
+        rows = torch.arange(begin, end, device=device) if self.rows is None else self.rows
+        rows = rows[(rows >= begin) & (rows < end)]
+        return self._replace(rows=rows) if len(rows) else None
+
 
 def _is_member(p: Any) -> bool:
     """Whether this rank is in the mesh of a parameter; one that is not has an empty part."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +67,21 @@ class Bucket:
         self._was_same = False
         self._addresses: list[int] = []
         self.record()
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + len(self.rows)
+
+    def scalars(self, k: int) -> Scalars | None:
+        """What is computed for its rows before sweep `k`, if anything."""
+        return self.program.sweeps[k].scalars if k < len(self.program.sweeps) else None
+
+    def folds(self, k: int) -> tuple[int, tuple[str, ...]] | None:
+        """The first row of the sums of sweep `k`, and how each is summed; None if it has no such sweep."""
+        if k >= len(self.program.sweeps):
+            return None
+        sweep = self.program.sweeps[k]
+        return sweep.first_fold, tuple(fold.kind for fold in sweep.folds)
 
     @property
     def live_rows(self) -> list[Row]:
@@ -216,6 +231,14 @@ class Bucket:
             row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
 
 
+class FoldRun(NamedTuple):
+    """Buckets that follow each other and sum alike: into these rows of the table's sums, in these ways."""
+
+    first_fold: int
+    kinds: tuple[str, ...]
+    buckets: list[Bucket]
+
+
 # pinned memory that graphs copy from at every replay. It is never freed: nothing tells when the last replay is
 # over, and memory that others write meanwhile would have it update whatever lies at their numbers
 _READ_BY_GRAPHS: list[Tensor] = []
@@ -274,6 +297,7 @@ class Table:
         self.measured = self.sums[: len(self.shared_kinds)]
         # what was measured of all gradients that may be clipped together, and who goes with whom
         self.shared = self.measured, from_host(self.clip_ids, self.device)
+        self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
         self._make_steps()
@@ -284,20 +308,26 @@ class Table:
 
     def scalar_runs(self, k: int) -> Iterator[tuple[Scalars, int, int]]:
         """Scalars that are computed before sweep `k`, and the first and last row that have them."""
-        for scalars, same in groupby(self.buckets_with(k), key=lambda bucket: bucket.program.sweeps[k].scalars):
+        for scalars, same in groupby(self.buckets, key=lambda bucket: bucket.scalars(k)):
             run = [*same]
             if scalars is not None:
-                yield scalars, run[0].first_row, run[-1].first_row + len(run[-1].rows)
+                yield scalars, run[0].first_row, run[-1].end_row
 
-    def fold_kinds(self, k: int) -> tuple[int, tuple[str, ...]]:
-        """The first row of the sums that sweep `k` leaves, and how each is summed; alike for all buckets."""
-        found = {
-            (sweep.first_fold, tuple(fold.kind for fold in sweep.folds))
-            for sweep in (bucket.program.sweeps[k] for bucket in self.buckets_with(k))
-        }
-        if len(found) > 1:
-            raise NotImplementedError("programs whose sums differ cannot share a table")
-        return found.pop()
+    def fold_runs(self, k: int) -> Iterator[FoldRun]:
+        """Buckets that follow each other and sum alike in sweep `k`."""
+        for folds, same in groupby(self.buckets, key=lambda bucket: bucket.folds(k)):
+            if folds is not None:
+                first, kinds = folds
+                yield FoldRun(first, kinds, [*same])
+
+    def _reductions(self, k: int) -> Iterator[tuple[Tensor, tuple[str, ...], shards.ReduceGroup]]:
+        """Sums of sweep `k` that ranks with parts of a tensor add up: where, how, and with whom."""
+        for first, kinds, buckets in self.fold_runs(k) if self.reduce_groups else ():
+            begin, end = buckets[0].first_row, buckets[-1].end_row
+            for group in self.reduce_groups if kinds else ():
+                part = group if end - begin == len(self.rows) else group.within(begin, end, self.device)
+                if part is not None:
+                    yield self.sums[first : first + len(kinds)], kinds, part
 
     # step counts
 
@@ -397,6 +427,9 @@ class Table:
         # on the host they are the same memory, unless that is none
         if changed and (self.device.type != "cpu" or is_traced()):
             self._upload_cells()
+        elif changed:
+            for bucket in self.buckets:
+                bucket.cells_changed = False
         if self._shared_steps:
             ours, theirs = self._both_steps()
             torch._foreach_copy_(ours, theirs)
@@ -413,10 +446,8 @@ class Table:
     def sweep(self, k: int, skips: bool) -> None:
         """Sweep `k`, with its sums taken over all ranks that hold parts of a tensor."""
         self.executable.sweep(k, skips)
-        if self.reduce_groups:
-            first, kinds = self.fold_kinds(k)
-            for group in self.reduce_groups if kinds else ():
-                shards.all_reduce_rows_(self.sums[first : first + len(kinds)], kinds, group)
+        for reduction in self.reductions[k]:
+            shards.all_reduce_rows_(*reduction)
 
     def _upload_cells(self) -> None:
         captures = is_capturing()

@@ -437,6 +437,11 @@ class Optimizer(Common, torch.optim.Optimizer):
         super().__setstate__(state)
         if isinstance(self.norm_group, UnpicklableGroup):
             self.norm_group = self.norm_group.group
+        if "_unscales" not in vars(self):
+            # a pickle from before it was asked for: False stood for FSDP1's parameters
+            self._is_flat = self.__dict__.pop("_step_supports_amp_scaling", True) is False
+            fused = False if self._is_flat else self.defaults.get("fused")
+            self._unscales = None if fused is None else bool(fused)
         self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})
