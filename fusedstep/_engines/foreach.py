@@ -72,8 +72,10 @@ class Executable:
                 folded = _run(
                     sweep, stored, self._columns(at, sweep.columns, bucket.compute_dtype), skip, bucket
                 )
-                for row, totals in enumerate(folded):
-                    sums[row, at] = torch.stack(totals).to(sums.dtype)
+                for of_fold, totals in zip(sums, folded, strict=True):
+                    # one by one: a list of places would have to be copied to the device, which waits
+                    for i, total in zip(at, totals, strict=True):
+                        of_fold[i] = total
 
     def _columns(self, at: list[int], columns: Sequence[int], dtype: torch.dtype) -> list[Any]:
         """Each scalar of these rows: a number if that is the same for all of them, else one for each."""
