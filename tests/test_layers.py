@@ -131,6 +131,7 @@ PRIVATE = {
     "torch._C._dynamo.guards.TensorGuards": "kinds of all tensors in one call, 25 times faster than in Python",
     # to_local() is an operation that autograd records, for each tensor and at every step
     "torch.distributed.tensor.DTensor._local_tensor": "the part of a DTensor that is here",
+    "torch.distributed.tensor.DTensor._spec": "how it is distributed; without it, placements are compared",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec": "states of DTensors, as FSDP2 makes parameters",
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "the same",
     # an attribute that FSDP1 sets: without it, nothing is flat
@@ -170,7 +171,7 @@ PRIVATE = {
     "torch.amp.GradScaler._per_optimizer_states": "the same",
 }
 # set by instances, or by nobody in a torch without it: no attribute of a class or module
-_OF_INSTANCES = {"_local_tensor", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} | {
+_OF_INSTANCES = {"_local_tensor", "_spec", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} | {
     "_per_optimizer_states",
     "_step_supports_amp_scaling",
     "_fsdp_flattened",

@@ -45,6 +45,12 @@ def like(part: Tensor, p: Any) -> Tensor:
     return DTensor(part, DTensorSpec(p.device_mesh, p.placements, meta), requires_grad=False)
 
 
+def spec_of(t: Any) -> Any:
+    """An object that says how a tensor is distributed: two tensors with the same one are so in the same way."""
+    # private; where DTensors have none, an object of its own, and placements are compared: 3 us instead of 0.05
+    return getattr(t, "_spec", t)
+
+
 def lies_alike(a: Any, b: Any) -> bool:
     """Whether two tensors are distributed in the same way."""
     if not is_distributed(a) or not is_distributed(b):
