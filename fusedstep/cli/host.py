@@ -22,6 +22,9 @@ _WARM_UP = 2
 _LONGEST_TURN = 0.2
 # steps before the clock starts, after which both must have the same parameters
 _CHECKED = 5
+# of a CPU: torch's fused step hands each tensor to all threads, which takes 1.4 ms with one, 1.9 ms with two, and
+# up to seconds where others use the cores
+_THREADS = 1
 
 
 class Timed(NamedTuple):
@@ -93,6 +96,16 @@ def made_by(call: Call, loop: Loop, device: str) -> Side | None:
 
 def measure(loop: Loop, device: str, rounds: int) -> dict[str, Any]:
     """Both sides in turns, about as many samples of each as six times `rounds`."""
+    threads = torch.get_num_threads()
+    if not loop.waits:
+        torch.set_num_threads(_THREADS)
+    try:
+        return {**_measure(loop, device, rounds), "threads": torch.get_num_threads()}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(loop: Loop, device: str, rounds: int) -> dict[str, Any]:
     ours, peer = (made_by(call, loop, device) for call in (loop.ours, loop.peer))
     assert ours is not None
     runners, note = [Runner(loop, ours)], "no peer"
