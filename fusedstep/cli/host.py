@@ -22,8 +22,8 @@ _WARM_UP = 2
 _LONGEST_TURN = 0.2
 # steps before the clock starts, after which both must have the same parameters
 _CHECKED = 5
-# of a CPU: torch's fused step hands each tensor to all threads, which takes 1.4 ms with one, 1.9 ms with two, and
-# up to seconds where others use the cores
+# of a CPU: torch's fused step hands each tensor to all threads, which takes 1.4 ms with one, 1.9 ms with two,
+# and up to seconds where others use the cores
 _THREADS = 1
 
 
@@ -137,7 +137,8 @@ def _check(loop: Loop, ours: list[Any], peers: list[Any]) -> None:
     """No time is reported for a wrong result."""
     for p, q in zip(ours, peers, strict=True):
         error = float((p.detach() - q.detach()).abs().max())
-        if not error <= 8 * torch.finfo(p.dtype).eps * float(q.detach().abs().max()):
+        # some loops take hundreds of steps, in each of which `1 - lr * weight_decay` is rounded to float32
+        if not error <= 1e-4 * float(q.detach().abs().max()):
             raise RuntimeError(f"{loop.name!r} is off by {error} and is not timed; please report this")
 
 
