@@ -1,5 +1,6 @@
 """What `fusedstep bench --only host` and `--only cold` run and leave behind; not how fast anything is."""
 
+import atexit
 import json
 
 import pytest
@@ -7,8 +8,18 @@ import torch
 from typer.testing import CliRunner
 
 import fusedstep
-from fusedstep.cli import cold, host, loops
+from fusedstep.cli import cold, host, loops, sharded
 from fusedstep.cli.__main__ import app
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_no_process_group():
+    """The loop over DTensors starts one for the rest of its process, where other tests want their own."""
+    yield
+    if torch.distributed.is_initialized():
+        atexit.unregister(torch.distributed.destroy_process_group)
+        torch.distributed.destroy_process_group()
+        sharded._mesh.cache_clear()
 
 
 @pytest.fixture
