@@ -370,22 +370,27 @@ class Table:
         """Go on from these counts in these places of the vector."""
         for count in counts:
             _check_count(count)
-        known = [i for i, count in zip(places, counts, strict=True) if _is_known(count)]
-        numbers = [float(count) for count in counts if _is_known(count)]
-        if len(known) == len(self._views):
+        traced = is_traced()
+        # can be read without waiting for a device
+        known = [not isinstance(c, Tensor) or (type(c) is Tensor and c.is_cpu and not traced) for c in counts]
+        numbers = [float(count) for count, is_known in zip(counts, known, strict=True) if is_known]
+        if len(numbers) == len(self._views):
             upload(np.array(numbers), self.steps)
-        elif known:
-            self.steps[to_device(torch.tensor(known, device="cpu"), self.device)] = to_device(
+        elif numbers:
+            of_numbers = [i for i, is_known in zip(places, known, strict=True) if is_known]
+            self.steps[to_device(torch.tensor(of_numbers, device="cpu"), self.device)] = to_device(
                 torch.tensor(numbers, dtype=self.steps.dtype, device="cpu"), self.device
             )
-        for i, count in zip(places, counts, strict=True):
+        for i, count, is_known in zip(places, counts, known, strict=True):
             self._shared_steps.pop(i, None)
-            if not _is_known(count):
+            if not is_known:
                 self._views[i].copy_(count.reshape(()), non_blocking=True)
-            if _is_shared(count):
+            # in memory that other processes see too; all of a GPU could be
+            is_shared = is_known and isinstance(count, Tensor) and count.is_shared()
+            if is_shared:
                 _check_shared(count, self.rows[i])
                 self._shared_steps[i] = count
-            self.rows[i].step = count if _is_shared(count) else self._views[i]
+            self.rows[i].step = count if is_shared else self._views[i]
         for bucket in self.buckets:
             bucket.record()
 
@@ -499,11 +504,6 @@ class Table:
             torch._foreach_copy_(theirs, ours)
 
 
-def _is_known(count: Any) -> bool:
-    """Whether a count can be read without waiting for a device."""
-    return not isinstance(count, Tensor) or (type(count) is Tensor and count.is_cpu and not is_traced())
-
-
 def _check_count(count: Any) -> None:
     if isinstance(count, Tensor) and (
         count.layout != torch.strided or count.numel() != 1 or count.is_complex()
@@ -512,11 +512,6 @@ def _check_count(count: Any) -> None:
             f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it "
             "must be one real number: load a matching checkpoint, or delete optimizer.state[p]"
         )
-
-
-def _is_shared(count: Any) -> bool:
-    """Whether a step count lies in memory that other processes see too; all of a GPU could be."""
-    return type(count) is Tensor and count.is_cpu and not is_traced() and count.is_shared()
 
 
 def _check_shared(count: Tensor, row: Row) -> None:

@@ -421,11 +421,13 @@ class Optimizer(Common, torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.refuse("load_state_dict")
         # after the user's hooks
-        handle = self.register_load_state_dict_pre_hook(loadable)
+        handle, plan = self.register_load_state_dict_pre_hook(loadable), self._plan
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        # it notices that states, counts and options are others
+        self._plan = plan
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
