@@ -349,7 +349,9 @@ class _Cut:
         while later := self._later_folds(named):
             self._fold_in |= later
         self._grad_store = graph.stores.get("g")
-        self._grad_store_in = max(k for k in range(self.last + 1) if ("load", "g") in self._code(k).leaves)
+        reading = [k for k in range(self.last + 1) if ("load", "g") in self._code(k).leaves]
+        # a rule may ignore its gradient
+        self._grad_store_in = max(reading, default=self.last)
 
     def _needed_again(self) -> list[str]:
         """Letters whose old value a sweep needs after an earlier one has overwritten it."""
