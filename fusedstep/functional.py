@@ -26,8 +26,9 @@ from ._memory.formats import real_dtype
 from ._memory.options import COMMON
 from ._memory.row import Memory, Row, Settings, Update, make_row
 from ._memory.shards import local
-from ._memory.table import Table, make_tables, upload
+from ._memory.table import Table, make_tables
 from ._memory.table import step as step_tables
+from ._memory.transfer import upload
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ADAMW_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay")
@@ -346,7 +347,7 @@ class _Call:
         for row in rows:
             row.commit(Memory({}, {}))
         for bucket, _ in self._buckets:
-            bucket.refresh()
+            bucket.settle()
         copies = self._moved or any(
             bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
         )

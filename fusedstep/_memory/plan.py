@@ -20,9 +20,11 @@ from torch import Tensor
 from .._algorithm.program import StepSpec
 from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_device
 from . import shards
+from .bucket import Block
 from .options import COMMON, GroupOptions, TensorOption, read_group
 from .row import Memory, Row, Settings, make_row, program_of
-from .table import Bucket, Table, make_tables, new_status, step, upload
+from .table import Table, make_tables, new_status, step
+from .transfer import upload
 
 _params = itemgetter("params")
 # how many parameters an error lists
@@ -100,6 +102,8 @@ class Plan:
         update = self.updates[group]
         if kept is None or kept.update != update:
             return make_row(p, update, group, memory, self._settings)
+        if self._settings.spec.needs_sums:
+            shards.check_sums(p, self._settings.owner, joined=self._settings.spec.measures_first)
         kept.group, kept.program = group, program_of(update, self._settings.spec, kept.formats)
         return kept
 
@@ -107,12 +111,12 @@ class Plan:
         """Rows that a plan with these settings may take over, by the identity of their parameter."""
         if settings._replace(spec=self._settings.spec) != self._settings or self._watched:
             return {}
-        # what sums over tensors may ask more of a parameter than was asked before
-        if settings.spec != self._settings.spec and settings.spec.needs_sums:
-            return {}
         self._find_states(optimizer.state)
-        rows = (row for table in self.tables for row in table.rows if row.started and row.grad is not None)
-        return {id(row.param): row for row in rows if row.is_right()}
+        rows = [row for table in self.tables for row in table.rows if row.started and row.is_right()]
+        for row in rows:
+            if row.program.saves_step:
+                row.step = row.state.get("step", 0.0)
+        return {id(row.param): row for row in rows}
 
     def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
         """Bring everything up to date; False if another plan is needed."""
@@ -136,38 +140,34 @@ class Plan:
 
     @torch.no_grad()
     def _refresh_rows(self, optimizer: Any) -> bool:
-        if any(table.steps_have_moved() for table in self.tables):
-            return False
         self._find_states(optimizer.state)
-        stale = [
-            (table, bucket, found)
-            for table in self.tables
-            for bucket in table.buckets
-            if (found := self._refresh_bucket(table, bucket))
-        ]
-        if not stale:
-            return True
+        changed = [(table, block) for table in self.tables for block in table.blocks if not block.refresh()]
+        if any(table.step_counts.has_moved() for table in self.tables):
+            return False
+        return not changed or self._settle(changed, optimizer)
+
+    def _settle(self, changed: list[tuple[Table, Block]], optimizer: Any) -> bool:
+        """Make rows anew where that is needed in these blocks, and note what all of their rows have."""
+        if any(table.step_counts.has_lost(block.places) for table, block in changed):
+            return False
         memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
         # all of them before anything is changed
-        made = [[self._make_again(bucket.rows[i], memory) for i in found] for _, bucket, found in stale]
-        for (_, bucket, found), rows in zip(stale, made, strict=True):
-            if not all(row.fits_in_place_of(bucket.rows[i]) for i, row in zip(found, rows, strict=True)):
+        made = [
+            {i: self._make_again(block.rows[i], memory) for i in block.stale_rows()} for _, block in changed
+        ]
+        for (_, block), rows in zip(changed, made, strict=True):
+            if not all(row.fits_in_place_of(block.rows[i]) for i, row in rows.items()):
                 return False
-        for (table, bucket, found), rows in zip(stale, made, strict=True):
-            for i, row in zip(found, rows, strict=True):
-                table.replace(bucket, i, row)
+        for (table, block), rows in zip(changed, made, strict=True):
+            for i, row in rows.items():
+                block.rows[i] = row
+            table.adopt_counts(block)
+            for row in rows.values():
                 row.commit(memory)
-        self._find_states(optimizer.state)
-        return not any(self._refresh_bucket(table, bucket) for table, bucket, _ in stale)
-
-    def _refresh_bucket(self, table: Table, bucket: Bucket) -> list[int]:
-        """Rows that have to be made again."""
-        stale = bucket.refresh()
-        if not stale:
-            counted_elsewhere = bucket.rows_with_other_steps()
-            if counted_elsewhere:
-                table.adopt_steps(bucket, counted_elsewhere)
-        return stale
+                row.is_right()
+            block.settle()
+        self._note_states(optimizer.state)
+        return all(block.refresh() for _, block in changed)
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
         return make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
@@ -178,13 +178,25 @@ class Plan:
         if same_keys and all(map(is_, state.values(), self._states)):
             return
         for table in self.tables:
-            for row in table.rows:
-                found = state.get(row.param)
-                if found is not row.state and (found is not None or row.state):
-                    row.state = {} if found is None else found
-            for bucket in table.buckets:
-                bucket.record()
+            for block in table.blocks:
+                for row in block.rows:
+                    found = state.get(row.param)
+                    if found is not row.state and (found is not None or row.state):
+                        row.state = {} if found is None else found
+                        block.forget()
+        self._note_states(state)
+
+    def _note_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
         self._states, self._state_keys = [*state.values()], [*state]
+
+    def forget_states(self) -> None:
+        """Keep none alive that is about to be replaced."""
+        self._states, self._state_keys = [], []
+        for table in self.tables:
+            for block in table.blocks:
+                block.forget()
+                for row in block.rows:
+                    row.state = {}
 
     # options
 
@@ -269,10 +281,10 @@ class Plan:
         """Take a step; if it `raises`, not where a gradient holds NaN or inf, which waits for the device."""
         found = step(self.tables, amp, self._settings, self._check_finite if raises else None)
         for table in self.tables:
-            for bucket in table.buckets:
+            for block in table.blocks:
                 if table.engine.BY_ADDRESS:
-                    bucket.count_writes(self.spec)
-                bucket.tensors = []
+                    block.count_writes(self.spec)
+                block.tensors = []
         if not self.tables:
             # filled where they are: a number or tensor of the host that is assigned waits for the device
             self.status[FOUND].zero_()

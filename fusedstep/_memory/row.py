@@ -12,10 +12,12 @@ from torch import Tensor
 
 from .. import _engines
 from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, compile_step
-from . import shards
+from . import shards, watch
 from .formats import Format, plain_format
 from .layout import dense_strides, empty_like, laid_like, lies_like
 from .shards import local
+
+_GRAD = 1
 
 
 class Settings(NamedTuple):
@@ -102,16 +104,29 @@ class Row:
         return same and self.table_key == other.table_key and self.numel == other.numel
 
     def is_right(self) -> bool:
-        """Whether it counts in its state, and its tensors are still of the kinds it was made for."""
-        if self.program.saves_step and self.state.get("step") is not self.step:
-            return False
-        pairs = zip(self.checks, self.local_tensors(), strict=True)
-        return all(check is not None and isinstance(t, Tensor) and check(t) for check, t in pairs)
+        """Whether its tensors are of the kinds it was made for; those of a new row are."""
+        is_distributed = shards.is_distributed(self.param)
+        for slot, whole in enumerate(self.tensors()):
+            if whole is None and slot == _GRAD:
+                continue
+            if not isinstance(whole, Tensor) or shards.is_distributed(whole) != is_distributed:
+                return False
+            if is_distributed and not shards.lies_alike(whole, self.param):
+                return False
+            part, check = local(whole), self.checks[slot]
+            if check is None and (_engines.is_plain(part) or not self.engine.BY_ADDRESS):
+                self.checks[slot] = watch.check_of(part)
+            elif check is None or not check(part):
+                return False
+        return True
+
+    def tensors(self) -> list[Any]:
+        """Parameter, gradient and states, in the order of the slots."""
+        return [self.param, self.grad, *(self.state.get(slot.name) for slot in self.program.states)]
 
     def local_tensors(self) -> list[Any]:
-        """Of parameter, gradient and states, in the order of the slots, the parts that are here."""
-        states = [self.state.get(s.name) for s in self.program.states]
-        return [local(t) for t in (self.param, self.grad, *states)]
+        """The parts of them that are here."""
+        return [*map(local, self.tensors())]
 
     def commit(self, memory: Memory) -> None:
         """Make what was prepared part of what the optimizer remembers."""

@@ -2,6 +2,7 @@
 
     Table     what one engine steps on one device
     Bucket    the rows of a table that share a program and formats: what one launch updates
+    Block     the rows of a bucket that are looked at together before a step
 
 Before each sweep, scalars are computed from the step count, the options and what earlier sweeps summed over
 every tensor. Groups do not split buckets: options are columns of a table with one row per group.
@@ -10,246 +11,31 @@ every tensor. Groups do not split buckets: options are columns of a table with o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby, repeat
-from operator import attrgetter, is_, itemgetter
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _get_scalar_dtype
 
-from .._algorithm.program import Scalars, StepSpec
+from .._algorithm.program import Scalars
 from .._engines import (
     CLIP_ID,
     FIRST_POINTER,
     FOUND,
     GROUP,
-    LIVE,
-    NUMEL,
-    UNMASKED_NUMEL,
     Amp,
     Executable,
     is_capturing,
-    is_plain,
     is_traced,
     to_device,
 )
-from . import shards, watch
-from .formats import compute_dtype
+from . import shards
+from .bucket import Block, Bucket
+from .counts import StepCounts
 from .layout import overlaps_itself
 from .row import Row, Settings
-
-_grad, _local_part = attrgetter("grad"), attrgetter("_local_tensor")
-
-
-def _is_new(t: Tensor) -> bool:
-    """In place of a check, until there is one."""
-    return False
-
-
-class Bucket:
-    """The rows of a table that share a program and the format of every slot."""
-
-    def __init__(self, rows: list[Row], first_row: int, cells: np.ndarray) -> None:
-        self.rows, self.first_row, self.cells = rows, first_row, cells
-        self.program, self.formats, self.engine = rows[0].program, rows[0].formats, rows[0].engine
-        self.compute_dtype = compute_dtype(self.formats)
-        self.numels = np.array([row.numel for row in rows], np.int64)
-        self.params = [row.param for row in rows]
-        # which rows have a gradient, and which of these work on copies
-        self.live: list[int] = []
-        self.staged: list[Row] = []
-        # tensors of the live rows by slot, during a step of an engine that works on tensors
-        self.tensors: list[list[Tensor]] = []
-        self.cells_changed = True
-        self._state_names = [slot.name for slot in self.program.states]
-        self._has_explicit_grads = any(row.explicit_grad is not None for row in rows)
-        self._distributed = [*map(shards.is_distributed, self.params)]
-        self._everything = [*range(len(rows))]
-        # whether all tensors of the live rows are of the kinds they were, in one call
-        self._check_all: Callable[..., bool] | None = None
-        self._was_same = False
-        self._addresses: list[int] = []
-        # how tensors were distributed, by the objects that say so
-        self._specs: list[Any] = []
-        self.record()
-
-    @property
-    def end_row(self) -> int:
-        return self.first_row + len(self.rows)
-
-    def scalars(self, k: int) -> Scalars | None:
-        """What is computed for its rows before sweep `k`, if anything."""
-        return self.program.sweeps[k].scalars if k < len(self.program.sweeps) else None
-
-    def folds(self, k: int) -> tuple[int, tuple[str, ...]] | None:
-        """The first row of the sums of sweep `k`, and how each is summed; None if it has no such sweep."""
-        if k >= len(self.program.sweeps):
-            return None
-        sweep = self.program.sweeps[k]
-        return sweep.first_fold, tuple(fold.kind for fold in sweep.folds)
-
-    @property
-    def live_rows(self) -> list[Row]:
-        return self.rows if len(self.live) == len(self.rows) else [self.rows[i] for i in self.live]
-
-    def record(self) -> None:
-        """Remember what rows have that a step asks of all of them."""
-        self._states = [row.state for row in self.rows]
-        self._steps = [row.step for row in self.rows]
-        self._checks = [[row.checks[k] or _is_new for row in self.rows] for k in range(len(self.formats))]
-        self._has_staged = any(row.staged for row in self.rows)
-        self._has_unstarted = not all(row.started for row in self.rows)
-
-    def replace(self, i: int, row: Row) -> None:
-        """Another row for the same parameter, in the same place."""
-        self.rows[i] = row
-        self._check_all, self._addresses = None, []
-        self.record()
-
-    def _live(self, items: list[Any]) -> list[Any]:
-        return items if len(self.live) == len(items) else [items[i] for i in self.live]
-
-    def refresh(self) -> list[int]:
-        """Read again where everything is. Returns the rows that are not what they were made for, if any."""
-        grads = [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self.params)]
-        self._switch(grads)
-        stale = [i for i in self.live if not self.rows[i].started] if self._has_unstarted else []
-        if stale:
-            return stale
-        states = self._live(self._states)
-        try:
-            of_states = [[*map(itemgetter(name), states)] for name in self._state_names]
-        except KeyError:
-            return [i for i in self.live if not all(name in self._states[i] for name in self._state_names)]
-        columns = [self._live(self.params), self._live(grads), *of_states]
-        if any(self._distributed):
-            stale = self._rows_of_other_placements(columns)
-            if stale:
-                return stale
-            columns = [self._local_parts(column) for column in columns]
-        stale = self._rows_of_other_kinds(columns)
-        if stale:
-            return stale
-        self.staged = [row for row in self.live_rows if row.staged] if self._has_staged else []
-        if self.engine.BY_ADDRESS:
-            self._read_addresses(columns)
-        else:
-            self.tensors = columns
-        return []
-
-    def _switch(self, grads: list[Any]) -> None:
-        """Switch on the rows that have a gradient, and the others off."""
-        # not `None in grads`, which would compare tensors
-        if any(map(is_, grads, repeat(None))):
-            live = [i for i, g in enumerate(grads) if g is not None]
-        else:
-            live = self._everything
-        if live is not self.live and live != self.live:
-            self._check_all, self._addresses, self._was_same = None, [], False
-            self.cells[:, LIVE] = self.cells[:, UNMASKED_NUMEL] = 0
-            self.cells[live, LIVE] = 1
-            self.cells[:, NUMEL] = np.where(self.cells[:, LIVE], self.numels, 0)
-            self.cells_changed = True
-        self.live = live
-
-    def rows_with_other_steps(self) -> list[int]:
-        """Rows that count in another tensor than their state has."""
-        if not self.program.saves_step:
-            return []
-        try:
-            found = map(itemgetter("step"), self._live(self._states))
-            if all(map(is_, found, self._live(self._steps))):
-                return []
-        except KeyError:
-            pass
-        return [i for i in self.live if self.rows[i].state.get("step") is not self.rows[i].step]
-
-    def _rows_of_other_placements(self, columns: list[list[Any]]) -> list[int]:
-        """Rows whose tensors are not distributed as their parameter is."""
-        specs = [*map(shards.spec_of, chain.from_iterable(columns))]
-        if len(specs) == len(self._specs) and all(map(is_, specs, self._specs)):
-            return []
-        stale = [
-            i
-            for i, (p, *others) in zip(self.live, zip(*columns, strict=True), strict=True)
-            if not all(shards.lies_alike(p, t) for t in others)
-        ]
-        # objects that say nothing are no proof for the next time
-        self._specs = [] if stale or not all(self._distributed) else specs
-        return stale
-
-    def _local_parts(self, column: list[Any]) -> list[Any]:
-        if all(self._distributed):
-            parts = [*map(_local_part, column)]
-            # others are still on their way, from other ranks
-            if {*map(type, parts)} <= {Tensor}:
-                return parts
-        return [*map(shards.local, column)]
-
-    def _rows_of_other_kinds(self, columns: list[list[Any]]) -> list[int]:
-        if self._check_all is not None:
-            if self._check_all(*chain.from_iterable(columns)):
-                return []
-            self._check_all = None
-        stale: set[int] = set()
-        for k, column in enumerate(columns):
-            checks = self._live(self._checks[k])
-            # a list: twice as fast as a generator, and seldom cut short
-            if not all([check(t) for check, t in zip(checks, column, strict=True)]):  # noqa: C419
-                stale.update(self._rows_of_other_kind(k, column))
-        if self._was_same and self.live and not stale:
-            # the same rows for the third time: from now on all in one call, which takes as long to make as ten
-            self._check_all = watch.make_check([*chain.from_iterable(columns)])
-        self._was_same = True
-        return sorted(stale)
-
-    def _rows_of_other_kind(self, k: int, column: list[Any]) -> Iterator[int]:
-        """The same for one slot; rows that are new are of the kind they are."""
-        for i, t in zip(self.live, column, strict=True):
-            row = self.rows[i]
-            if row.checks[k] is None and isinstance(t, Tensor) and (is_plain(t) or not self.engine.BY_ADDRESS):
-                row.checks[k] = self._checks[k][i] = watch.check_of(t)
-            elif row.checks[k] is None or not row.checks[k](t):
-                yield i
-
-    def _read_addresses(self, columns: list[list[Any]]) -> None:
-        addresses = [*map(watch.address, chain.from_iterable(columns))]
-        if addresses == self._addresses:
-            return
-        found = np.array(addresses, np.int64).reshape(len(columns), len(self.live))
-        for at, row in enumerate(self.live_rows if self._has_staged else ()):
-            for slot, copy in enumerate((row.param_copy, row.grad_copy)):
-                if copy is not None:
-                    found[slot, at] = copy.data_ptr()
-        self.write_addresses(found.T)
-        self._addresses = addresses
-
-    def write_addresses(self, addresses: np.ndarray) -> None:
-        # full chunks are for aligned tensors: they are read and written sixteen bytes at a time
-        misaligned = np.bitwise_or.reduce(addresses, axis=1) & 15
-        rows: Any = slice(None) if len(self.live) == len(self.rows) else self.live
-        chunk = self.engine.CHUNK
-        self.cells[rows, UNMASKED_NUMEL] = np.where(misaligned, 0, self.numels[rows] // chunk * chunk)
-        self.cells[rows, FIRST_POINTER : FIRST_POINTER + addresses.shape[1]] = addresses
-        self.cells_changed = True
-
-    def local_grads(self) -> list[Tensor]:
-        return [shards.local(row.grad) for row in self.live_rows]
-
-    def count_writes(self, spec: StepSpec) -> None:
-        """Tell autograd that the parameters were written, and gradients if they were cleared."""
-        if self.live:
-            torch.autograd.graph.increment_version(self._live(self.params))
-        if self.live and spec.zero_grads:
-            torch.autograd.graph.increment_version([row.grad for row in self.live_rows])
-
-    def release(self) -> None:
-        """Let go of all tensors; what is left are their addresses and how they are stored."""
-        self.params, self.tensors, self._states, self._steps, self.staged = [], [], [], [], []
-        for row in self.rows:
-            row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
+from .transfer import from_host, upload
 
 
 class FoldRun(NamedTuple):
@@ -289,17 +75,17 @@ class Table:
         numbers = {key: i for i, key in enumerate(dict.fromkeys(id(row.program) for row in rows))}
         keys = {id(row): (numbers[id(row.program)], [*map(str, row.formats)]) for row in rows}
         order = sorted(range(len(rows)), key=lambda i: keys[id(rows[i])])
-        self.rows = [rows[i] for i in order]
+        ordered = [rows[i] for i in order]
         params, places = [row.param for row in rows], np.argsort(order).tolist()
         self.reduce_groups = shards.reduce_groups(params, places, self.device)
         self.owner_groups = shards.owner_groups(params)
         width = FIRST_POINTER + max(len(row.formats) for row in rows)
         self.host_cells = np.zeros((len(rows), width), np.int64)
-        self.host_cells[:, GROUP] = [row.group for row in self.rows]
+        self.host_cells[:, GROUP] = [row.group for row in ordered]
         self.clip_ids = np.array([clip_ids[i] for i in order], np.int64)
         self.host_cells[:, CLIP_ID] = self.clip_ids
         self.buckets: list[Bucket] = []
-        for _, same in groupby(self.rows, key=lambda row: keys[id(row)]):
+        for _, same in groupby(ordered, key=lambda row: keys[id(row)]):
             members, first = [*same], sum(len(bucket.rows) for bucket in self.buckets)
             self.buckets.append(Bucket(members, first, self.host_cells[first : first + len(members)]))
         programs = [bucket.program for bucket in self.buckets]
@@ -321,7 +107,9 @@ class Table:
         self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
-        self._make_steps()
+        self.step_counts = StepCounts(len(rows), self.device)
+        self.step_counts.adopt(dict(enumerate(self.rows)))
+        self.steps = self.step_counts.vector
 
     def buckets_with(self, k: int) -> list[Bucket]:
         """Those that have a sweep `k`."""
@@ -350,75 +138,23 @@ class Table:
                 if part is not None:
                     yield self.sums[first : first + len(kinds)], kinds, part
 
-    # step counts
+    @property
+    def rows(self) -> list[Row]:
+        return [row for bucket in self.buckets for row in bucket.rows]
 
-    def _make_steps(self) -> None:
-        """One vector of step counts, of which each row gets a view."""
-        counts = [row.step for row in self.rows]
-        self.steps = torch.zeros(len(counts), dtype=_get_scalar_dtype(), device=self.device)
-        # select, not unbind: a view that may itself be written in place
-        self._views = [self.steps[i] for i in range(len(counts))]
-        # a tensor without memory (traced, meta, of a subclass) does not move
-        self._has_addresses = type(self.steps) is Tensor and not self.steps.is_meta and not is_traced()
-        self._step_addresses = self._addresses_of_steps()
-        self._check_steps = watch.make_check([self.steps, *self._views]) if self._has_addresses else None
-        # counts that other processes see too, by row
-        self._shared_steps: dict[int, Tensor] = {}
-        self._adopt(range(len(counts)), counts)
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for bucket in self.buckets for block in bucket.blocks]
 
-    def _adopt(self, places: Sequence[int], counts: Sequence[Any]) -> None:
-        """Go on from these counts in these places of the vector."""
-        for count in counts:
-            _check_count(count)
-        traced = is_traced()
-        # can be read without waiting for a device
-        known = [not isinstance(c, Tensor) or (type(c) is Tensor and c.is_cpu and not traced) for c in counts]
-        numbers = [float(count) for count, is_known in zip(counts, known, strict=True) if is_known]
-        if len(numbers) == len(self._views):
-            upload(np.array(numbers), self.steps)
-        elif numbers:
-            of_numbers = [i for i, is_known in zip(places, known, strict=True) if is_known]
-            self.steps[to_device(torch.tensor(of_numbers, device="cpu"), self.device)] = to_device(
-                torch.tensor(numbers, dtype=self.steps.dtype, device="cpu"), self.device
-            )
-        for i, count, is_known in zip(places, counts, known, strict=True):
-            self._shared_steps.pop(i, None)
-            if not is_known:
-                self._views[i].copy_(count.reshape(()), non_blocking=True)
-            # in memory that other processes see too; all of a GPU could be
-            is_shared = is_known and isinstance(count, Tensor) and count.is_shared()
-            if is_shared:
-                _check_shared(count, self.rows[i])
-                self._shared_steps[i] = count
-            self.rows[i].step = count if is_shared else self._views[i]
-        for bucket in self.buckets:
-            bucket.record()
-
-    def adopt_steps(self, bucket: Bucket, rows: list[int]) -> None:
-        """Go on from the counts that the states of these rows hold now."""
-        self._adopt([bucket.first_row + i for i in rows], [bucket.rows[i].state.get("step", 0.0) for i in rows])
-        for i in rows:
-            bucket.rows[i].state["step"] = bucket.rows[i].step
-
-    def replace(self, bucket: Bucket, i: int, row: Row) -> None:
-        """Another row for the same parameter, in the same place."""
-        place = bucket.first_row + i
-        bucket.replace(i, row)
-        self.rows[place] = row
-        if row.step is not self._views[place]:
-            self._adopt([place], [row.step])
-
-    def _addresses_of_steps(self) -> list[int]:
-        return [*map(watch.address, (self.steps, *self._views))] if self._has_addresses else []
-
-    def steps_have_moved(self) -> bool:
-        """Whether the vector or one of its views is elsewhere, as after it was sent to another process."""
-        if self._check_steps is None:
-            return False
-        return (
-            not self._check_steps(self.steps, *self._views)
-            or self._addresses_of_steps() != self._step_addresses
-        )
+    def adopt_counts(self, block: Block) -> None:
+        """Have the rows of a block go on from the counts that they, or their states, hold now."""
+        started = {block.first_row + i: row for i, row in enumerate(block.rows) if row.started}
+        saving = [row for row in started.values() if row.program.saves_step]
+        for row in saving:
+            row.step = row.state.get("step", 0.0)
+        self.step_counts.adopt(started)
+        for row in saving:
+            row.state["step"] = row.step
 
     # a step
 
@@ -455,19 +191,11 @@ class Table:
             self._upload_cells()
         elif changed:
             for bucket in self.buckets:
-                bucket.cells_changed = False
-        if self._shared_steps:
-            ours, theirs = self._both_steps()
-            torch._foreach_copy_(ours, theirs)
+                bucket.note_upload(True)
+        self.step_counts.fetch_shared()
         for bucket in self.buckets:
             for row in bucket.staged:
                 row.copy_in()
-
-    def _both_steps(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Counts that other processes see: here, and there."""
-        return [self._views[i] for i in self._shared_steps], [
-            count.detach().view(()) for count in self._shared_steps.values()
-        ]
 
     def sweep(self, k: int, skips: bool) -> None:
         """Sweep `k`, with its sums taken over all ranks that hold parts of a tensor."""
@@ -488,7 +216,7 @@ class Table:
             self.cells.copy_(source, non_blocking=True)
         for bucket in self.buckets:
             # a capture only says what a replay will do
-            bucket.cells_changed = captures
+            bucket.note_upload(not captures)
 
     def update(self, amp: Amp) -> None:
         """Update everything live, in place."""
@@ -499,28 +227,7 @@ class Table:
         for bucket in self.buckets:
             for row in bucket.staged:
                 row.copy_out(self.spec)
-        if self._shared_steps:
-            ours, theirs = self._both_steps()
-            torch._foreach_copy_(theirs, ours)
-
-
-def _check_count(count: Any) -> None:
-    if isinstance(count, Tensor) and (
-        count.layout != torch.strided or count.numel() != 1 or count.is_complex()
-    ):
-        raise RuntimeError(
-            f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it "
-            "must be one real number: load a matching checkpoint, or delete optimizer.state[p]"
-        )
-
-
-def _check_shared(count: Tensor, row: Row) -> None:
-    if count.numel() != 1 or row.device.type != "cpu":
-        raise RuntimeError(
-            f"a step count of shape {tuple(count.shape)} is in the host's shared memory, its parameter on "
-            f"{row.device}; processes can share the count of one that is on the CPU, as one number. Otherwise "
-            "use one that is not shared"
-        )
+        self.step_counts.publish_shared()
 
 
 # which gradients are clipped together, by their rows
@@ -591,19 +298,3 @@ def step(
         return []
     found = [] if amp.found_inf is None else [amp.found_inf]
     return found + [column[1, 0] for column in measured if settings.spec.skip_nonfinite]
-
-
-def from_host(host: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these numbers, on the host in the same memory if it can."""
-    if is_traced():
-        # one that is made by an operation, which then knows it
-        return torch.tensor(host.tolist(), dtype=dtype, device=device)
-    return torch.from_numpy(host).to(device, dtype)
-
-
-def upload(host: np.ndarray, device: Tensor) -> None:
-    source = from_host(host, torch.device("cpu"), device.dtype)
-    if device.is_cuda:
-        # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
-        source = source.pin_memory()
-    device.copy_(source, non_blocking=True)

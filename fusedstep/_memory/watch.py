@@ -1,8 +1,8 @@
 """Has anything changed since the last step? Asked by calls that Python offers, for all tensors at once.
 
 Every step must look at every tensor again: parameters, gradients and states may be re-allocated, replaced or
-changed in place at will. It asks for the kind of each (dtype, device, sizes, strides, dispatch keys) and, where
-an engine works by address, for its address. Nothing is compared by identity, so nothing is kept alive.
+changed in place at will. The questions are: is it the same object, of the same kind (dtype, device, sizes,
+strides, dispatch keys), and, where an engine works by address, at the same address?
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._engines import is_traced
 
 try:
     # private, but an interface of torch's compiler: it compares dtype, device, sizes, strides, dispatch keys
@@ -46,6 +48,40 @@ def _python_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def make_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """check(*tensors): whether others are of the same kinds as these, in turn."""
     return (_python_check if TensorGuards is None else _compiled_check)(tensors)
+
+
+class Kinds:
+    """Whether tensors are of the kinds that `checks` look for, in turn. A check that is None always fails."""
+
+    def __init__(self, checks: Sequence[Callable[[Tensor], bool] | None]) -> None:
+        self._checks = checks
+        # one that takes all tensors at once: it costs as much to make as ten rounds of asking one by one
+        self._check_all: Callable[..., bool] | None = None
+        self._rounds = 0
+
+    def in_one_call(self, tensors: list[Any]) -> bool:
+        """Whether there is such a check, and they pass it."""
+        return self._check_all is not None and self._check_all(*tensors)
+
+    def __call__(self, tensors: list[Any]) -> bool:
+        if self.in_one_call(tensors):
+            return True
+        # a list: twice as fast as a generator, and seldom cut short
+        if not all([c is not None and c(t) for c, t in zip(self._checks, tensors, strict=True)]):  # noqa: C419
+            return False
+        self._rounds += 1
+        if self._rounds == _ROUNDS and tensors:
+            self._check_all = make_check(tensors)
+        return True
+
+
+# after which tensors are expected to stay of these kinds
+_ROUNDS = 2
+
+
+def has_address(t: Any) -> bool:
+    """Whether a tensor has memory of its own: not one that is traced, on meta, or of a subclass."""
+    return type(t) is Tensor and not t.is_meta and not is_traced()
 
 
 # most tensors of a model are of a few kinds

@@ -422,6 +422,8 @@ class Optimizer(Common, torch.optim.Optimizer):
             self._capture.refuse("load_state_dict")
         # after the user's hooks
         handle, plan = self.register_load_state_dict_pre_hook(loadable), self._plan
+        if plan is not None:
+            plan.forget_states()
         try:
             super().load_state_dict(state_dict)
         finally:

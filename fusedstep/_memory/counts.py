@@ -1,0 +1,114 @@
+"""The step counts of a table: one vector on its device, of which every row has a view in its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _get_scalar_dtype
+
+from .._engines import is_traced, to_device
+from . import watch
+from .row import Row
+from .transfer import upload
+
+
+class StepCounts:
+    """Counts that an engine counts on where they are, and the tensors that states hold of them."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self.vector = torch.zeros(size, dtype=_get_scalar_dtype(), device=device)
+        # select, not unbind: a view that may itself be written in place
+        self._views = [self.vector[i] for i in range(size)]
+        # None where there is no memory to ask for
+        self._address = watch.address(self.vector) if watch.has_address(self.vector) else None
+        self._is_view = watch.check_of(self._views[0])
+        # counts that other processes see too, by row
+        self._shared: dict[int, Tensor] = {}
+
+    def has_moved(self) -> bool:
+        """Whether the vector is elsewhere, as after it was sent to another process."""
+        return self._address is not None and watch.address(self.vector) != self._address
+
+    def has_lost(self, places: range) -> bool:
+        """Whether one of these views is no view of the vector any more."""
+        if self._address is None:
+            return False
+        views, size = [self._views[i] for i in places], self.vector.element_size()
+        expected = [self._address + i * size for i in places]
+        return not all(map(self._is_view, views)) or [*map(watch.address, views)] != expected
+
+    def adopt(self, rows: dict[int, Row]) -> None:
+        """Have these rows, by their places, go on here from the counts they have."""
+        rows = {i: row for i, row in rows.items() if row.step is not self._views[i]}
+        for row in rows.values():
+            _check(row.step)
+        traced = is_traced()
+        # can be read without waiting for a device
+        known = {i: _is_number(row.step) or (_is_on_host(row.step) and not traced) for i, row in rows.items()}
+        self._write([(i, row.step, known[i]) for i, row in rows.items()])
+        for i, row in rows.items():
+            self._shared.pop(i, None)
+            # in memory that other processes see too; all of a GPU could be
+            if known[i] and isinstance(row.step, Tensor) and row.step.is_shared():
+                _check_shared(row.step, row)
+                self._shared[i] = row.step
+            else:
+                row.step = self._views[i]
+
+    def _write(self, counts: list[tuple[int, Any, bool]]) -> None:
+        numbers = [(i, float(count)) for i, count, is_known in counts if is_known]
+        if len(numbers) == len(self._views):
+            upload(np.array([number for _, number in numbers]), self.vector)
+        elif numbers:
+            places, values = (torch.tensor(column, device="cpu") for column in zip(*numbers, strict=True))
+            self.vector[to_device(places, self._device)] = to_device(values.to(self.vector.dtype), self._device)
+        others = [(self._views[i], count.detach().reshape(())) for i, count, is_known in counts if not is_known]
+        if others:
+            views, found = ([*column] for column in zip(*others, strict=True))
+            torch._foreach_copy_(views, found, non_blocking=True)
+
+    def fetch_shared(self) -> None:
+        """Go on from what other processes have counted."""
+        if self._shared:
+            torch._foreach_copy_(*self._both())
+
+    def publish_shared(self) -> None:
+        if self._shared:
+            ours, theirs = self._both()
+            torch._foreach_copy_(theirs, ours)
+
+    def _both(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Counts that other processes see: here, and there."""
+        shared = self._shared
+        return [self._views[i] for i in shared], [count.detach().view(()) for count in shared.values()]
+
+
+def _is_number(count: Any) -> bool:
+    return not isinstance(count, Tensor)
+
+
+def _is_on_host(count: Any) -> bool:
+    return type(count) is Tensor and count.is_cpu
+
+
+def _check(count: Any) -> None:
+    if isinstance(count, Tensor) and (
+        count.layout != torch.strided or count.numel() != 1 or count.is_complex()
+    ):
+        raise RuntimeError(
+            f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it "
+            "must be one real number: load a matching checkpoint, or delete optimizer.state[p]"
+        )
+
+
+def _check_shared(count: Tensor, row: Row) -> None:
+    if count.numel() != 1 or row.device.type != "cpu":
+        raise RuntimeError(
+            f"a step count of shape {tuple(count.shape)} is in the host's shared memory, its parameter on "
+            f"{row.device}; processes can share the count of one that is on the CPU, as one number. Otherwise "
+            "use one that is not shared"
+        )

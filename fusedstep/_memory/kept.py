@@ -1,0 +1,91 @@
+"""Parameters, states and step counts, which mostly stay from step to step: are they what and where they were?
+
+Nothing here keeps a state alive: whoever moves states to the host while something else needs the device gets
+the memory back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from . import shards, watch
+from .row import Row
+
+_local_part = attrgetter("_local_tensor")
+
+
+def parts_of(tensors: list[Any], all_distributed: bool) -> list[Tensor]:
+    """The parts of tensors that are here."""
+    if all_distributed:
+        parts = [*map(_local_part, tensors)]
+        # others are still on their way, from other ranks
+        if {*map(type, parts)} <= {Tensor}:
+            return parts
+    return [*map(shards.local, tensors)]
+
+
+class Kept:
+    """What rows with the same program keep, as it is when this is made."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        program, self._by_address = rows[0].program, rows[0].engine.BY_ADDRESS
+        self._params, self._states = [row.param for row in rows], [row.state for row in rows]
+        self._state_count = len(program.states)
+        self._find_states = _finder([slot.name for slot in program.states])
+        self._find_steps = _finder(["step"] if program.saves_step else [])
+        distributed = [*map(shards.is_distributed, self._params)]
+        self._any_distributed, self._all_distributed = any(distributed), all(distributed)
+        tensors, steps = self._find()
+        self._specs = [*map(shards.spec_of, tensors)] if self._any_distributed else []
+        parts = parts_of(tensors, self._all_distributed) if self._any_distributed else tensors
+        # a count that is traced, or of a subclass, has no memory to ask for
+        self._asks_for_steps = all(map(watch.has_address, steps))
+        self._addresses = self._addresses_of(parts, steps)
+        self._check = watch.Kinds([*map(watch.check_of, chain(parts, steps))])
+
+    def _find(self) -> tuple[list[Any], list[Any]]:
+        """All parameters, then the states of each row in turn; and all counts."""
+        return self._params + self._find_states(self._states), self._find_steps(self._states)
+
+    def look(self) -> list[Tensor] | None:
+        """All parameters, then the states of each row in turn, the parts that are here; None if anything is
+        not what or where it was.
+        """
+        try:
+            tensors, steps = self._find()
+        except KeyError:
+            return None
+        parts = tensors
+        if self._any_distributed:
+            if not all(map(is_, map(shards.spec_of, tensors), self._specs)):
+                return None
+            parts = parts_of(tensors, self._all_distributed)
+        if not self._check(parts + steps) or self._addresses_of(parts, steps) != self._addresses:
+            return None
+        return parts
+
+    def _addresses_of(self, parts: list[Tensor], steps: list[Tensor]) -> list[int]:
+        asked = chain(parts if self._by_address else (), steps if self._asks_for_steps else ())
+        return [*map(watch.address, asked)]
+
+    def addresses(self) -> np.ndarray:
+        """Of parameter and states: a row for each, a column for each slot."""
+        count = len(self._params)
+        found = np.array(self._addresses[: count * (1 + self._state_count)], np.int64)
+        return np.concatenate((found[:count, None], found[count:].reshape(count, -1)), axis=1)
+
+
+def _finder(names: list[str]) -> Callable[[list[dict]], list[Any]]:
+    """find(states): what each state has by these names."""
+    if not names:
+        return lambda states: []
+    get = itemgetter(*names)
+    if len(names) == 1:
+        return lambda states: [*map(get, states)]
+    return lambda states: [*chain.from_iterable(map(get, states))]

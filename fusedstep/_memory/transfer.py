@@ -1,0 +1,25 @@
+"""Numbers of the host on their way to a device, without waiting for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._engines import is_traced
+
+
+def from_host(host: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of these numbers, on the host in the same memory if it can."""
+    if is_traced():
+        # one that is made by an operation, which then knows it
+        return torch.tensor(host.tolist(), dtype=dtype, device=device)
+    return torch.from_numpy(host).to(device, dtype)
+
+
+def upload(host: np.ndarray, device: Tensor) -> None:
+    source = from_host(host, torch.device("cpu"), device.dtype)
+    if device.is_cuda:
+        # a fresh pinned block for each upload: the allocator reuses it only when the copy is done
+        source = source.pin_memory()
+    device.copy_(source, non_blocking=True)
