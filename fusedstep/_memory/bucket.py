@@ -76,8 +76,7 @@ class Block:
         is_full = len(self.live) == len(grads) and not self._any_distributed
         # None is of no tensor's kind
         if not (is_full and self._check_grads.in_one_call(grads)):
-            self._switch(grads)
-            if len(self._started) < len(self.rows) and not {*self.live} <= {*self._started}:
+            if not self._switch(grads):
                 return False
             grads = self._of_live(grads)
             if self._any_distributed:
@@ -105,13 +104,15 @@ class Block:
             columns = [*map(self._of_live, columns)]
         self.tensors = [columns[0], *self.tensors, *columns[1:]]
 
-    def _switch(self, grads: list[Any]) -> None:
-        """Switch on the rows that have a gradient, and the others off."""
+    def _switch(self, grads: list[Any]) -> bool:
+        """Switch on the rows that have a gradient, and the others off; False if one of these has not started."""
         # not `None in grads`, which would compare tensors
         if any(map(is_, grads, repeat(None))):
             live = [*compress(self._everything, map(is_not, grads, repeat(None)))]
         else:
             live = self._everything
+        if len(self._started) < len(self.rows) and not {*live} <= {*self._started}:
+            return False
         if live != self.live or self._grad_addresses is None:
             self.live = live
             self._forget_grads()
@@ -120,6 +121,7 @@ class Block:
             self.cells[live, LIVE], self.cells[live, NUMEL] = 1, self._numels[live]
             self._grad_addresses = []
             self.cells_changed = True
+        return True
 
     def _of_live(self, items: list[Any]) -> list[Any]:
         return items if len(self.live) == len(items) else [items[i] for i in self.live]
@@ -271,7 +273,6 @@ class Bucket:
     def settle(self) -> None:
         """Note and write where all tensors of rows are that have just been made."""
         for block in self.blocks:
-            block.stale_rows()
             block.settle()
             block.refresh()
 

@@ -47,7 +47,9 @@ class Kept:
         # a count that is traced, or of a subclass, has no memory to ask for
         self._asks_for_steps = all(map(watch.has_address, steps))
         self._addresses = self._addresses_of(parts, steps)
-        self._check = watch.Kinds([*map(watch.check_of, chain(parts, steps))])
+        of_params, _, *of_states = zip(*(row.checks for row in rows), strict=True)
+        checks = [*of_params, *chain.from_iterable(zip(*of_states, strict=True))]
+        self._check = watch.Kinds(checks + watch.checks_of(steps))
 
     def _find(self) -> tuple[list[Any], list[Any]]:
         """All parameters, then the states of each row in turn; and all counts."""

@@ -72,6 +72,21 @@ def read_group(optimizer: Any, i: int) -> GroupOptions:
     return GroupOptions(names, values, numbers, tensors, any(map(_is_mutable, values)))
 
 
+def read_again(optimizer: Any, i: int, before: GroupOptions) -> GroupOptions:
+    """The same where some may have changed since `before`: mostly one, and that a number."""
+    group, names = optimizer.param_groups[i], before.names
+    if not before.is_mutable:
+        values = [*map(group.get, names)]
+        changed = [k for k, value in enumerate(values) if value is not before.values[k]]
+        columns = [optimizer.columns.get(names[k]) for k in changed]
+        if None not in columns and all(type(values[k]) is float for k in changed):
+            numbers = [*before.numbers]
+            for k, column in zip(changed, columns, strict=True):
+                numbers[column] = values[k]
+            return before._replace(values=values, numbers=numbers)
+    return read_group(optimizer, i)
+
+
 def _is_mutable(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_is_mutable, value))

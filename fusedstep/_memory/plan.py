@@ -21,7 +21,7 @@ from .._algorithm.program import StepSpec
 from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_device
 from . import shards
 from .bucket import Block
-from .options import COMMON, GroupOptions, TensorOption, read_group
+from .options import COMMON, GroupOptions, TensorOption, read_again, read_group
 from .row import Memory, Row, Settings, make_row, program_of
 from .table import Table, make_tables, new_status, step
 from .transfer import upload
@@ -81,7 +81,9 @@ class Plan:
         # a frozen parameter has no row, and gets one with its first gradient
         self._frozen = [p for p in params if p.grad is None and (self._watched or not p.requires_grad)]
         names = [*COMMON, *optimizer.scalar_options]
-        self.tables = make_tables(rows, np.array([o.numbers for o in self._options]), names, self._settings)
+        # of every group, and column of the tables' options
+        self._numbers = np.array([options.numbers for options in self._options])
+        self.tables = make_tables(rows, self._numbers, names, self._settings)
 
         # everything is allocated and compiled
         statuses = [table.status for table in self.tables] or [_status(self._settings, status)]
@@ -93,10 +95,9 @@ class Plan:
             if row.started:
                 row.commit(memory)
         self._copy_tensor_options()
-        self._states: list[dict] = []
-        self._state_keys: list[Tensor] = []
-        if not self._refresh_rows(optimizer):
-            raise RuntimeError("a parameter changed while its step was prepared; is another thread at work?")
+        self._note_states(optimizer.state)
+        for bucket in (bucket for table in self.tables for bucket in table.buckets):
+            bucket.settle()
 
     def _row(self, p: Tensor, group: int, kept: Row | None, memory: Memory) -> Row:
         update = self.updates[group]
@@ -112,11 +113,14 @@ class Plan:
         if settings._replace(spec=self._settings.spec) != self._settings or self._watched:
             return {}
         self._find_states(optimizer.state)
-        rows = [row for table in self.tables for row in table.rows if row.started and row.is_right()]
-        for row in rows:
-            if row.program.saves_step:
-                row.step = row.state.get("step", 0.0)
-        return {id(row.param): row for row in rows}
+        right: dict[int, Row] = {}
+        for block in (block for table in self.tables for block in table.blocks):
+            all_right = block.refresh()
+            for row in block.rows:
+                if row.started and (all_right or row.is_right()):
+                    right[id(row.param)] = row
+                    row.step = row.state.get("step", 0.0) if row.program.saves_step else row.step
+        return right
 
     def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
         """Bring everything up to date; False if another plan is needed."""
@@ -164,7 +168,6 @@ class Plan:
             table.adopt_counts(block)
             for row in rows.values():
                 row.commit(memory)
-                row.is_right()
             block.settle()
         self._note_states(optimizer.state)
         return all(block.refresh() for _, block in changed)
@@ -206,14 +209,15 @@ class Plan:
 
     def _refresh_options(self, optimizer: Any) -> bool:
         """Bring to the device what has changed in the groups' options; False if they need another plan."""
-        changed = [i for i, options in enumerate(self._options) if options.changed(optimizer.param_groups[i])]
+        groups = optimizer.param_groups
+        changed = [i for i, options in enumerate(self._options) if options.changed(groups[i])]
         if not changed:
             return True
-        if any(optimizer.update_of(optimizer.param_groups[i]) != self.updates[i] for i in changed):
+        if any(optimizer.update_of(groups[i]) != self.updates[i] for i in changed):
             return False
         before = [*self._options]
         for i in changed:
-            self._options[i] = read_group(optimizer, i)
+            self._options[i] = read_again(optimizer, i, before[i])
         if self._clips() != self._settings.spec.clips:
             self._options = before
             return False
@@ -249,9 +253,9 @@ class Plan:
                     "while a CUDA graph is captured; take one more step() before, or change it afterwards: the "
                     "graph need not be captured again for that"
                 )
-            numbers = np.array([options.numbers for options in self._options])
+            self._numbers[changed] = [self._options[i].numbers for i in changed]
             for table in self.tables:
-                upload(numbers, table.options)
+                upload(self._numbers, table.options)
         self._copy_tensor_options()
 
     def _copy_tensor_options(self) -> None:

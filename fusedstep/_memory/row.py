@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -81,7 +82,7 @@ class Row:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # of every slot, whether a tensor is of the kind the row was made for
+    # of every slot, whether a tensor is of the kind the row was made for; none until the row is committed
     checks: list[Any] = field(default_factory=list)
 
     @property
@@ -104,19 +105,16 @@ class Row:
         return same and self.table_key == other.table_key and self.numel == other.numel
 
     def is_right(self) -> bool:
-        """Whether its tensors are of the kinds it was made for; those of a new row are."""
+        """Whether its tensors are of the kinds it was made for."""
         is_distributed = shards.is_distributed(self.param)
-        for slot, whole in enumerate(self.tensors()):
+        for slot, (whole, check) in enumerate(zip(self.tensors(), self.checks, strict=True)):
             if whole is None and slot == _GRAD:
                 continue
             if not isinstance(whole, Tensor) or shards.is_distributed(whole) != is_distributed:
                 return False
             if is_distributed and not shards.lies_alike(whole, self.param):
                 return False
-            part, check = local(whole), self.checks[slot]
-            if check is None and (_engines.is_plain(part) or not self.engine.BY_ADDRESS):
-                self.checks[slot] = watch.check_of(part)
-            elif check is None or not check(part):
+            if not check(local(whole)):
                 return False
         return True
 
@@ -129,7 +127,7 @@ class Row:
         return [*map(local, self.tensors())]
 
     def commit(self, memory: Memory) -> None:
-        """Make what was prepared part of what the optimizer remembers."""
+        """Make what was prepared part of what the optimizer remembers, and note the kinds of its tensors."""
         if self.program.saves_step:
             self.state["step"] = self.step
         else:
@@ -138,6 +136,8 @@ class Row:
         self.fresh = {}
         if self.state:
             memory.state.setdefault(self.param, self.state)
+        if not self.checks:
+            self.checks = [watch.check_of(part) for part in self.local_tensors()]
 
     @torch.no_grad()
     def copy_in(self) -> None:
@@ -213,7 +213,6 @@ def make_row(
         fresh=fresh,
         started=started,
         explicit_grad=grad,
-        checks=[None] * len(formats),
     )
     if engine.BY_ADDRESS and started:
         if not lies_like(p, strides):
@@ -223,6 +222,7 @@ def make_row(
     return row
 
 
+@functools.cache
 def program_of(update: Update, spec: StepSpec, formats: tuple[Format, ...]) -> Program:
     letters = ["p", "g", *(letter for letter, _ in update.rule.states), *(["e"] if update.averages else [])]
     # a parameter is stored last, and once, whatever it loses

@@ -73,7 +73,8 @@ class Table:
         self.spec, self.option_columns = settings.spec, {name: i for i, name in enumerate(names)}
         # programs in the order of the groups, which is the same on all ranks; equal ones are one object
         numbers = {key: i for i, key in enumerate(dict.fromkeys(id(row.program) for row in rows))}
-        keys = {id(row): (numbers[id(row.program)], [*map(str, row.formats)]) for row in rows}
+        formats = {each: [*map(str, each)] for each in {row.formats for row in rows}}
+        keys = {id(row): (numbers[id(row.program)], formats[row.formats]) for row in rows}
         order = sorted(range(len(rows)), key=lambda i: keys[id(rows[i])])
         ordered = [rows[i] for i in order]
         params, places = [row.param for row in rows], np.argsort(order).tolist()

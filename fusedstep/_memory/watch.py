@@ -51,9 +51,9 @@ def make_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 class Kinds:
-    """Whether tensors are of the kinds that `checks` look for, in turn. A check that is None always fails."""
+    """Whether tensors are of the kinds that `checks` look for, in turn."""
 
-    def __init__(self, checks: Sequence[Callable[[Tensor], bool] | None]) -> None:
+    def __init__(self, checks: Sequence[Callable[[Tensor], bool]]) -> None:
         self._checks = checks
         # one that takes all tensors at once: it costs as much to make as ten rounds of asking one by one
         self._check_all: Callable[..., bool] | None = None
@@ -67,7 +67,7 @@ class Kinds:
         if self.in_one_call(tensors):
             return True
         # a list: twice as fast as a generator, and seldom cut short
-        if not all([c is not None and c(t) for c, t in zip(self._checks, tensors, strict=True)]):  # noqa: C419
+        if not all([check(t) for check, t in zip(self._checks, tensors, strict=True)]):  # noqa: C419
             return False
         self._rounds += 1
         if self._rounds == _ROUNDS and tensors:
@@ -101,3 +101,9 @@ def check_of(t: Tensor) -> Callable[[Tensor], bool]:
             _checks.clear()
         check = _checks[kind] = make_check([t])
     return check
+
+
+def checks_of(tensors: list[Tensor]) -> list[Callable[[Tensor], bool]]:
+    """The same for tensors of which most are of one kind."""
+    first = check_of(tensors[0]) if tensors else None
+    return [first if first is not None and first(t) else check_of(t) for t in tensors]

@@ -18,6 +18,7 @@ from .. import _engines
 from .._algorithm.program import EMA, NORM_TYPES, Rule, StepSpec
 from .._engines import Amp
 from .._memory.capture import Capture, Group
+from .._memory.options import COMMON
 from .._memory.plan import Plan, names_in
 from .._memory.row import Settings, Update
 from .._memory.shards import (
@@ -63,6 +64,8 @@ class Optimizer(Common, torch.optim.Optimizer):
     all_options: ClassVar[tuple[str, ...]]
     options: ClassVar[dict[str, tuple[str, ...]]]
     scalar_options: ClassVar[tuple[str, ...]]
+    # of options that are one number, their columns in tables
+    columns: ClassVar[dict[str, int]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -77,6 +80,11 @@ class Optimizer(Common, torch.optim.Optimizer):
         taken = {name for rule in cls.rules for name in rule.options}
         cls.options = {name: a.scalars for name, a in groups.items() if taken.intersection(a.scalars)}
         cls.scalar_options = tuple(name for scalars in cls.options.values() for name in scalars)
+        cls.columns = {
+            name: len(COMMON) + cls.scalar_options.index(name)
+            for name, scalars in cls.options.items()
+            if scalars == (name,) and name not in cls.words
+        }
         unknown = taken.difference(cls.scalar_options)
         if unknown:
             raise TypeError(
