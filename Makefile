@@ -1,8 +1,9 @@
 # `make demo` and `make test` do all the set-up, on a machine with Python and make only.
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH ?= 2.15.0
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-torch lint bench docs clean
 
 demo: .venv/ready
 	$(BIN)/fusedstep demo
@@ -10,6 +11,10 @@ demo: .venv/ready
 # two processes, by files, whatever the machine: many tests start processes of their own, one takes 15 GiB
 test: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# the suite with another torch, by hand: make test-torch TORCH=2.11.0; TESTS=tests/test_clip.py to run only that
+test-torch: .venv-torch-$(TORCH)/ready
+	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -30,9 +35,16 @@ docs: .venv/docs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cli,test]'
 	touch $@
 
+# PyPI's torch, which brings CUDA (5 GB, and no GPU is needed) and its own Triton, whose interpreter does not know
+# numpy 2.4 before version 3.7
+.venv-torch-%/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* 'numpy<2.4' -e '.[cli,test]'
+	touch $@
+
 .venv/docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-torch-*

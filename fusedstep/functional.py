@@ -1,41 +1,31 @@
-"""Updates without an optimizer: the tensors are handed over at every call.
-
-Nothing is kept alive between calls. What is kept is how the last calls' tensors were stored and the tables
-made for them, so that a call with the same tensors, or others stored alike in their place, only launches.
-"""
+"""Updates without an optimizer: the tensors are handed over at every call, and nothing keeps them alive."""
 
 from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._algorithm.program import NORM_TYPES, StepSpec
+from ._algorithm.program import NORM_TYPES
 from ._algorithm.rules import ADAM, AMSGRAD, SCALED
+from ._algorithm.step import StepSpec
 from ._engines import NAMES as NAMES_OF_ENGINES
-from ._engines import Amp, is_watched
-from ._memory import watch
+from ._memory.call import Job, Lists, call
 from ._memory.formats import real_dtype
 from ._memory.options import COMMON
-from ._memory.row import Memory, Row, Settings, Update, make_row
+from ._memory.row import Settings, Update
 from ._memory.shards import local
-from ._memory.table import Table, make_tables
-from ._memory.table import step as step_tables
-from ._memory.transfer import upload
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NO_OPTIONS = dict.fromkeys(COMMON, 0.0)
 _ADAMW_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay")
 
 Tensors = Tensor | Sequence[Tensor]
-# parameters, gradients and states in turn
-Lists = Sequence[list[Tensor]]
 
 
 def adamw_(
@@ -161,7 +151,9 @@ def _adamw(
     rule, lists = (AMSGRAD, lists) if amsgrad else (ADAM, lists[:4])
     # float32, as the operator on Ascend computes its scalars
     settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
-    options = [float(maximize), 0.0, 0.0, 0.0, *values, 1.0]
+    options = (
+        _NO_OPTIONS | {"maximize": float(maximize)} | dict(zip(_ADAMW_OPTIONS, [*values, 1.0], strict=True))
+    )
     ends = [*lists[0][:1], *lists[0][-1:]]
     places = [t.data_ptr() for t in ends if isinstance(t, Tensor) and t.layout == torch.strided]
     key = (amsgrad, engine, len(lists[0]), *places)
@@ -170,7 +162,7 @@ def _adamw(
         _check_adamw(lists, names)
         _check_step(step, lists[0])
 
-    _call(key, lists, Update(rule), settings, options, step, check)
+    call(key, lists, Job(Update(rule), settings, options), step, check)
 
 
 def clip_grad_norm_(
@@ -239,8 +231,9 @@ def _can_clip(grads: list[Tensor], max_norm: Any, norm_type: float) -> bool:
 def _clip(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clip them, in place; the norm before."""
     settings = Settings("functional.clip_grad_norm_", counts=False, spec=StepSpec(norm_type, clips=True))
-    options, key = [0.0, float(max_norm), 1e-6, 0.0], ("clip", norm_type, len(grads), grads[0].shape)
-    tables = _call(key, (grads, grads), Update(SCALED), settings, options, _on_host(1.0), lambda: None)
+    options = {**_NO_OPTIONS, "max_grad_norm": float(max_norm), "clip_eps": 1e-6}
+    key, job = ("clip", norm_type, len(grads), grads[0].shape), Job(Update(SCALED), settings, options)
+    tables = call(key, (grads, grads), job, _on_host(1.0), lambda: None)
     measured = torch.cat([table.sums[0].to(tables[0].device) for table in tables])
     return torch.sqrt(measured.sum()) if norm_type == 2 else measured.amax()
 
@@ -319,109 +312,3 @@ def _check_tensor(where: str, role: int, t: Any, p: Tensor) -> None:
         raise ValueError(f"{where} is on {t.device}, its parameter on {p.device}; move it there")
     if role != 1 and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(f"{where} is expanded and cannot be updated in place; use .contiguous()")
-
-
-# calls
-
-
-class _Call:
-    """Tables for tensors stored as these are."""
-
-    # inference tensors cannot be written outside inference mode, so none is allocated here
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def __init__(self, lists: Lists, update: Update, settings: Settings, options: list[float]) -> None:
-        self._options, self._settings = options, settings
-        # states that lie otherwise than their parameters are updated in copies
-        self._moved: list[tuple[Tensor, Tensor]] = []
-        rows = [self._row(roles, update, settings) for roles in zip(*lists, strict=True)]
-        names = [*COMMON, *_ADAMW_OPTIONS[: len(options) - len(COMMON)]]
-        self.tables = make_tables(rows, np.array([options]), names, settings)
-        index = {id(row): i for i, row in enumerate(rows)}
-        # of every bucket, which tensors of the lists are its rows
-        self._buckets = [
-            (bucket, [index[id(row)] for row in bucket.rows])
-            for table in self.tables
-            for bucket in table.buckets
-        ]
-        for row in rows:
-            row.commit(Memory({}, {}))
-        for bucket, _ in self._buckets:
-            bucket.settle()
-        copies = self._moved or any(
-            bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
-        )
-        # it may not serve another call where copies were made, which would keep tensors alive
-        self.can_stay = not copies and not any(local(t) is not t for tensors in lists for t in tensors)
-        if self.can_stay:
-            self._check = watch.make_check([*chain.from_iterable(lists)])
-            self._addresses = [*map(watch.address, chain.from_iterable(lists))]
-
-    def _row(self, roles: tuple[Tensor, ...], update: Update, settings: Settings) -> Row:
-        p, g, *states = roles
-        state = dict(zip((name for _, name in update.rule.states), states, strict=True))
-        row = make_row(p, update, 0, Memory({p: {**state}} if state else {}, {}), settings, grad=g)
-        self._moved += [(state[name], copy) for name, copy in row.fresh.items()]
-        return row
-
-    def fits(self, lists: Lists) -> bool:
-        """Whether these are stored as those the tables were made for; then the tables point to these."""
-        tensors = [*chain.from_iterable(lists)]
-        if len(tensors) != len(self._addresses) or not all(isinstance(t, Tensor) for t in tensors):
-            return False
-        if not self._check(*tensors):
-            return False
-        addresses = [*map(watch.address, tensors)]
-        if addresses != self._addresses:
-            found = np.array(addresses, np.int64).reshape(len(lists), -1)
-            written = np.delete(found, 1, axis=0)
-            if len(np.unique(written)) != written.size:
-                return False
-            for bucket, rows in self._buckets:
-                bucket.write_addresses(found[:, rows].T)
-            self._addresses = addresses
-        return True
-
-    def step(self, lists: Lists, options: list[float], count: Tensor) -> None:
-        for table in self.tables:
-            table.steps.fill_(count.reshape(()))
-            if options != self._options:
-                upload(np.array([options]), table.options)
-        self._options = options
-        step_tables(self.tables, Amp(), self._settings)
-        for k, tensors in enumerate(lists):
-            if k != 1:
-                torch.autograd.graph.increment_version(tensors)
-        for state, copy in self._moved:
-            state.copy_(copy)
-        # keep no tensor alive
-        for bucket, _ in self._buckets:
-            bucket.release()
-
-
-_calls: dict[Any, _Call] = {}
-_MOST_CALLS = 1024
-
-
-def _call(
-    key: tuple,
-    lists: Lists,
-    update: Update,
-    settings: Settings,
-    options: list[float],
-    count: Tensor,
-    check: Callable[[], None],
-) -> list[Table]:
-    """Step these tensors: checked first, or with an earlier call's tables if they are stored as those were."""
-    # taken out, so that no other thread and nobody after an exception uses it
-    call = None if is_watched() else _calls.pop(key, None)
-    with torch.no_grad():
-        if call is None or not call.fits(lists):
-            check()
-            call = _Call(lists, update, settings, options)
-        call.step(lists, options, count)
-    if call.can_stay and not is_watched():
-        while len(_calls) >= _MOST_CALLS:
-            _calls.pop(next(iter(_calls)), None)
-        _calls[key] = call
-    return call.tables

@@ -1,6 +1,7 @@
 """THE table: every optimizer with the options that change what it computes. A new optimizer is a new row.
 
-The tests of a property (numerics, round trip, late gradient, found_inf, ...) run for every row.
+The tests of a property (numerics, round trip, late gradient, found_inf, ...) run for every row, or for one row
+of every rule. What they have to know of an optimizer they ask its case.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fusedstep
+from fusedstep._algorithm.program import Rule
 from tests import peers, reference
 
 
@@ -22,10 +24,40 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
     @property
+    def rule(self) -> Rule:
+        optimizer = self.ours([torch.nn.Parameter(torch.empty(0))], **self.options)
+        return optimizer.rule(optimizer.param_groups[0])
+
+    @property
     def sums(self) -> bool:
         """Whether an update depends on sums over tensors: the order of adding then shows in the last bits."""
         limit, _, _ = reference.clipping(self.reference, self.options)
-        return self.ours is fusedstep.Lamb or (limit is not None and limit > 0)
+        return self.rule.needs_sums or (limit is not None and limit > 0)
+
+    @property
+    def clip_eps(self) -> float:
+        """What is added to a norm before the limit is divided by it."""
+        return reference.clipping(self.reference, self.options)[2]
+
+    @property
+    def has_trust_ratios(self) -> bool:
+        return self.reference is reference.lamb
+
+    def with_options(self, name: str | None = None, **options: Any) -> "Case":
+        """The same with these options too, by another name if one is given."""
+        return self._replace(name=name or self.name, options={**self.options, **options})
+
+    def with_limit(self, limit: float | None) -> "Case":
+        """Ours with its gradients clipped together, as torch's clip_grad_norm_ does."""
+        _, scope, _ = reference.clipping(self.reference, {})
+        return self.with_options(max_grad_norm=limit, **({} if scope == "global" else {"clip_scope": "global"}))
+
+    def unlimited(self) -> "Case":
+        """The case with its gradients as they are."""
+        if self.reference in reference.CLIPPING:
+            return self.with_options(max_grad_norm=None)
+        # those that do not limit anything by themselves replace some that cannot
+        return self._replace(options={k: v for k, v in self.options.items() if k != "max_grad_norm"})
 
 
 _SGD = fusedstep.SGD, torch.optim.SGD, reference.sgd
@@ -42,12 +74,13 @@ CASES = [
     Case("sgd-momentum", *_SGD, {"lr": 1e-2, "momentum": 0.9}),
     Case("sgd-damped", *_SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
     Case("sgd-nesterov", *_SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    # stands for the rule that it shares with Adam: the one that most people use
+    Case("adamw", *_ADAMW, {"lr": 1e-2}),
     Case("adam", *_ADAM, {"lr": 1e-2}),
     Case("adam-decay", *_ADAM, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
     Case("adam-amsgrad", *_ADAM, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
     Case("adam-small-beta", *_ADAM, {"lr": 1e-2, "betas": (0.2, 0.7), "eps": 1e-3}),
     Case("adam-decoupled", *_ADAM, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    Case("adamw", *_ADAMW, {"lr": 1e-2}),
     Case("adamw-amsgrad", *_ADAMW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
     Case("adamw-no-momentum", *_ADAMW, {"lr": 1e-2, "betas": (0.0, 0.99)}),
     Case("bert-adam", *_BERT_ADAM, {"lr": 1e-2, "warmup": 0, "t_total": 100}),
@@ -67,9 +100,16 @@ CASES = [
     Case("lamb-always", *_LAMB, {"lr": 1e-2, "weight_decay": 0.0, "always_adapt": True}),
     Case("lamb-max-weight", *_LAMB, {"lr": 1e-2, "max_weight_norm": 2.0, "maximize": True}),
 ]
-# one of each kind of rule, for properties that do not depend on options
-_NAMES = ("sgd", "sgd-momentum", "adam-amsgrad", "adamw", "bert-adam", "lamb")
-KINDS = [case for case in CASES if case.name in _NAMES]
+# of every rule its first row, for properties that do not depend on options
+KINDS = [*{case.rule: case for case in reversed(CASES)}.values()][::-1]
+CLASSES = [*dict.fromkeys(case.ours for case in CASES)]
+# those that torch has too
+TORCH_CLASSES = [cls for cls in CLASSES if hasattr(torch.optim, cls.__name__)]
+
+
+def by_name(name: str) -> Case:
+    """For tests that one case is enough for, or two."""
+    return next(case for case in CASES if case.name == name)
 
 
 def name_of(case: Case) -> str:

@@ -1,13 +1,19 @@
 """The optimizers once more, in float64 and NumPy, written from the papers and torch's documentation.
 
 Independent of the library on purpose: one that shared its rules could not disagree with it. Each takes one
-parameter and its gradients, step by step. Clipping looks at the gradients of several parameters and so
-comes before: `clip`, and `train` for both.
+parameter and its gradients, step by step; those that count steps can go on after `done` of them, from the
+states that these left. Clipping looks at the gradients of several parameters and so comes before: `clip`, and
+`train` for both.
 """
 
 import math
 
 import numpy as np
+
+
+def begun(p, states, *names):
+    """States to go on from; zeros before the first step."""
+    return [np.zeros_like(p) if states is None or name not in states else states[name] for name in names]
 
 
 def sgd(p, grads, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
@@ -31,9 +37,11 @@ def adam(
     amsgrad=False,
     maximize=False,
     decoupled_weight_decay=False,
+    done=0,
+    states=None,
 ):
-    m, v, largest = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p)
-    for t, g in enumerate(grads, 1):
+    m, v, largest = begun(p, states, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    for t, g in enumerate(grads, done + 1):
         g = -g if maximize else g
         if decoupled_weight_decay:
             p = p - lr * weight_decay * p
@@ -64,13 +72,15 @@ def bert_adam(
     e=1e-6,
     weight_decay=0.01,
     maximize=False,
+    done=0,
+    states=None,
 ):
-    m, v = np.zeros_like(p), np.zeros_like(p)
-    for done, g in enumerate(grads):
+    m, v = begun(p, states, "exp_avg", "exp_avg_sq")
+    for t, g in enumerate(grads, done):
         g = -g if maximize else g
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * g * g
-        rate = lr if t_total == -1 else lr * scheduled(done / t_total, warmup, schedule)
+        rate = lr if t_total == -1 else lr * scheduled(t / t_total, warmup, schedule)
         p = p - rate * (m / (np.sqrt(v) + e) + weight_decay * p)
     return p, {"exp_avg": m, "exp_avg_sq": v}
 
@@ -99,9 +109,11 @@ def lamb(
     max_weight_norm=math.inf,
     always_adapt=False,
     maximize=False,
+    done=0,
+    states=None,
 ):
-    m, v = np.zeros_like(p), np.zeros_like(p)
-    for t, g in enumerate(grads, 1):
+    m, v = begun(p, states, "exp_avg", "exp_avg_sq")
+    for t, g in enumerate(grads, done + 1):
         g = -g if maximize else g
         m = betas[0] * m + (1 - betas[0] if grad_averaging else 1) * g
         v = betas[1] * v + (1 - betas[1]) * g * g

@@ -13,40 +13,10 @@ import torch.multiprocessing  # has ForkingPickler share tensors
 
 import fusedstep
 from fusedstep._memory import plan, table, watch
-from tests.cases import KINDS, name_of
+from tests.cases import KINDS, by_name, name_of
+from tests.pairs import Pair
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
-
-
-class Pair:
-    """Ours and torch's on equal parameters; `step` feeds both the same gradients and compares."""
-
-    def __init__(self, case, engine, shapes=((4, 3), (5,), (600,))):
-        self.case = case
-        self.ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-        self.theirs = [torch.nn.Parameter(p.detach().clone()) for p in self.ours]
-        self.a = case.ours(self.ours, engine=engine, **case.options)
-        self.b = case.theirs(self.theirs, **case.options)
-
-    def both(self):
-        return zip(self.ours, self.theirs, strict=True)
-
-    def set_grads(self, skip=()):
-        for i, (p, q) in enumerate(self.both()):
-            p.grad = None if i in skip else torch.randn_like(p)
-            q.grad = None if i in skip else p.grad.clone()
-
-    def step(self, skip=()):
-        self.set_grads(skip)
-        self.a.step()
-        self.b.step()
-        self.compare()
-
-    def compare(self):
-        for p, q in self.both():
-            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6)
-            for name, value in self.b.state[q].items():
-                torch.testing.assert_close(self.a.state[p][name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -256,7 +226,7 @@ def test_options_that_change_in_place_are_noticed(engine):
 )
 @pytest.mark.parametrize("kind", ["sgd-momentum", "adamw"])
 def test_schedulers_steer_ours_as_they_steer_torch(kind, scheduler, engine):
-    pair = Pair(next(case for case in KINDS if case.name == kind), engine)
+    pair = Pair(by_name(kind), engine)
     schedulers = scheduler(pair.a), scheduler(pair.b)
     for _ in range(8):
         pair.step()

@@ -19,17 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import fusedstep
-from tests import ranks
+from tests import cases, ranks
+from tests.cases import TORCH_CLASSES, by_name, name_of
+from tests.pairs import whole
 
-KINDS = {
-    "sgd": (fusedstep.SGD, {"lr": 1e-2}),
-    "sgd-momentum": (fusedstep.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
-    "adam-amsgrad": (fusedstep.Adam, {"lr": 1e-2, "amsgrad": True}),
-    "adamw": (fusedstep.AdamW, {"lr": 1e-2}),
-    "adamw-averaged": (fusedstep.AdamW, {"lr": 1e-2, "max_grad_norm": 0.5, "ema_decay": 0.9}),
-    "bert-adam": (fusedstep.BertAdam, {"lr": 1e-2, "warmup": 0.2, "t_total": 30}),
-    "lamb": (fusedstep.Lamb, {"lr": 1e-2}),
-}
+_AVERAGED = by_name("adamw").with_options("adamw-averaged", max_grad_norm=0.5, ema_decay=0.9)
+KINDS = {case.name: case for case in (*cases.KINDS, _AVERAGED)}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -41,13 +36,13 @@ class Alone:
 
 
 def made(kind, seed=0):
-    """A model, distributed over the ranks there are, and its optimizer."""
+    """A model, distributed over the ranks there are, and its optimizer: of a name, or a class with options."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
     if torch.distributed.is_initialized():
         fully_shard(model[0])
         fully_shard(model)
-    cls, options = KINDS[kind] if isinstance(kind, str) else kind
+    cls, options = (KINDS[kind].ours, KINDS[kind].options) if isinstance(kind, str) else kind
     return model, cls(model.parameters(), **options)
 
 
@@ -73,10 +68,6 @@ def load(folder, model, optimizer):
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
-def whole(t):
-    return t.full_tensor().detach() if hasattr(t, "full_tensor") else t.detach()
 
 
 def numbers(model, optimizer):
@@ -208,17 +199,13 @@ def between(first, second, folder):
     return numbers(model, other)
 
 
-PEERS = {
-    "SGD": {"lr": 1e-2, "momentum": 0.9},
-    "Adam": {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1},
-    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
-}
+# those that torch has too, and that have a state to save
+PEERS = [case for case in cases.KINDS if case.ours in TORCH_CLASSES and case.rule.states]
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_checkpoints_of_torchs_go_both_ways(two, name, tmp_path):
-    ours, theirs = (getattr(module, name) for module in (fusedstep, torch.optim))
-    options = PEERS[name]
+@pytest.mark.parametrize("case", PEERS, ids=name_of)
+def test_checkpoints_of_torchs_go_both_ways(two, case, tmp_path):
+    _, ours, theirs, _, options = case
     expected = two.run(trained, (theirs, options), range(6))[0]
     for i, (first, second) in enumerate(((ours, theirs), (theirs, ours), (ours, ours))):
         found = two.run(between, (first, options), (second, options), tmp_path / str(i))[0]
@@ -239,7 +226,7 @@ def torchs_into_more(folder):
     train(model, ours, range(3, 6))
 
     # from a file, where torch insists on every option that there is
-    again, later = made((fusedstep.AdamW, {"lr": 1e-2}), seed=1)
+    again, later = made("adamw", seed=1)
     load(folder, again, later)
     for group in later.param_groups:
         group.update(more)

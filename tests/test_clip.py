@@ -1,36 +1,19 @@
 """max_grad_norm: as good as clipping all gradients before the step, which `p.grad` does not show."""
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fusedstep
-from tests import reference
+from tests import cases, reference
+from tests.cases import TORCH_CLASSES, by_name, name_of
+from tests.pairs import copies, same_bits, set_grads
 
-
-class Kind(NamedTuple):
-    """A class, its options, and what it adds to a norm."""
-
-    ours: type
-    options: dict[str, Any]
-    eps: float = 1e-6
-
-    def __str__(self):
-        return self.ours.__name__
-
-
-KINDS = [
-    Kind(fusedstep.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    Kind(fusedstep.Adam, {"lr": 0.1, "amsgrad": True}),
-    Kind(fusedstep.AdamW, {"lr": 0.1}),
-    Kind(fusedstep.BertAdam, {"lr": 0.1, "warmup": 0.5, "t_total": 4, "clip_scope": "global"}),
-    Kind(fusedstep.Lamb, {"lr": 0.1}, eps=0.0),
-]
-SGD = Kind(fusedstep.SGD, {"lr": 0.1, "momentum": 0.9})
-kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+# steps large enough that a limit shows in them
+KINDS = [case.with_options(lr=0.1) for case in cases.KINDS]
+SGD, LAMB = (case for case in KINDS if case.name in ("sgd-momentum", "lamb"))
+kinds = pytest.mark.parametrize("kind", KINDS, ids=name_of)
 
 SHAPES = [(7, 5), (), (0,), (1100,)]
 # Adam forgets a factor that is always the same: some of these steps are clipped, each otherwise, some are not
@@ -50,17 +33,21 @@ def clipped(grads, limit, eps=1e-6, together=None):
     return [None if s is None else torch.as_tensor(s).to(t) for s, t in zip(scaled, wide, strict=True)]
 
 
+def limited(kind, limit, params, engine):
+    return kind.ours(params, engine=engine, **kind.with_limit(limit).options)
+
+
 class Twins:
     """An optimizer with a limit, and one without whose gradients are clipped beforehand."""
 
     def __init__(self, kind, start, engine, limit=LIMIT):
         self.kind = kind
-        self.ours, self.theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
-        self.a = kind.ours(self.ours, engine=engine, max_grad_norm=limit, **kind.options)
-        self.b = kind.ours(self.theirs, engine="torch", max_grad_norm=None, **kind.options)
+        self.ours, self.theirs = copies(start), copies(start)
+        self.a = limited(kind, limit, self.ours, engine)
+        self.b = limited(kind, None, self.theirs, "torch")
 
     def step(self, grads, limit=LIMIT, together=None):
-        self.feed(grads, clipped(grads, limit, self.kind.eps, together))
+        self.feed(grads, clipped(grads, limit, self.kind.clip_eps, together))
 
     def feed(self, grads, scaled):
         """Step ours with `grads`, the other with `scaled`: the same, and `grads` keep their bits."""
@@ -87,18 +74,13 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=eps * largest)
 
 
-def same_bits(a, b):
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @kinds
 def test_a_limit_does_what_clipping_before_the_step_does(kind, dtype, engine):
     start = random(SHAPES, dtype)
     twins = Twins(kind, start, engine)
-    free = [torch.nn.Parameter(p.clone()) for p in start]
-    unlimited = kind.ours(free, engine="torch", max_grad_norm=None, **kind.options)
+    free = copies(start)
+    unlimited = limited(kind, None, free, "torch")
     for scale in SCALES:
         grads = random(SHAPES, dtype, scale)
         twins.step(grads)
@@ -109,7 +91,7 @@ def test_a_limit_does_what_clipping_before_the_step_does(kind, dtype, engine):
     assert (twins.ours[-1] - free[-1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kind", KINDS[:-1], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.clip_eps == 1e-6], ids=name_of)
 def test_a_limit_does_what_clip_grad_norm_does(kind, engine):
     twins = Twins(kind, random(SHAPES), engine)
     for scale in SCALES:
@@ -125,8 +107,8 @@ def test_gradients_below_the_limit_are_taken_bit_for_bit(kind, engine):
     start, results = random(SHAPES), []
     grads = [random(SHAPES, scale=scale) for scale in SCALES]
     for limit in (1e6, None, 0, -1.0):
-        params = [torch.nn.Parameter(p.clone()) for p in start]
-        optimizer = kind.ours(params, engine=engine, max_grad_norm=limit, **kind.options)
+        params = copies(start)
+        optimizer = limited(kind, limit, params, engine)
         for step in grads:
             for p, g in zip(params, step, strict=True):
                 p.grad = g
@@ -146,10 +128,10 @@ def test_one_norm_is_taken_over_all_dtypes_and_groups_and_each_group_has_its_own
     groups = [{"params": twins.ours[m], "max_grad_norm": x} for m, x in zip(members, limits, strict=True)]
     # the last group takes the default
     del groups[2]["max_grad_norm"]
-    twins.a = kind.ours(groups, engine=engine, max_grad_norm=2.0, **kind.options)
+    twins.a = limited(kind, 2.0, groups, engine)
     for scale in SCALES:
         grads = [(scale * torch.randn(p.shape)).to(dtype) for p, dtype in zip(start, of_grads, strict=True)]
-        scaled = [clipped(grads, limit, kind.eps)[m] for m, limit in zip(members, limits, strict=True)]
+        scaled = [clipped(grads, limit, kind.clip_eps)[m] for m, limit in zip(members, limits, strict=True)]
         twins.feed(grads, [g for part in scaled for g in part])
 
 
@@ -159,7 +141,7 @@ def test_the_scope_says_which_gradients_share_a_norm(scope, engine):
     dtypes = [torch.float32, torch.float32, torch.bfloat16] * 2
     labels = {"tensor": range(6), "group": [0, 0, 1, 2, 2, 3], "global": [0] * 6}[scope]
     start = [torch.randn(10 + i).to(dtype) for i, dtype in enumerate(dtypes)]
-    twins = Twins(Kind(fusedstep.BertAdam, {"lr": 0.1}), start, engine)
+    twins = Twins(by_name("bert-adam")._replace(options={"lr": 0.1}), start, engine)
     groups = [{"params": twins.ours[:3]}, {"params": twins.ours[3:]}]
     twins.a = fusedstep.BertAdam(groups, lr=0.1, max_grad_norm=LIMIT, clip_scope=scope, engine=engine)
     for scale in SCALES:
@@ -199,8 +181,8 @@ def test_a_norm_is_taken_of_unscaled_gradients(kind, engine):
     start, results = random(SHAPES), []
     grads = [random(SHAPES, scale=scale) for scale in SCALES]
     for scale in (None, 1024.0):
-        params = [torch.nn.Parameter(p.clone()) for p in start]
-        optimizer = kind.ours(params, engine=engine, max_grad_norm=LIMIT, **kind.options)
+        params = copies(start)
+        optimizer = limited(kind, LIMIT, params, engine)
         if scale is not None:
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
         for step in grads:
@@ -227,24 +209,23 @@ def test_a_step_that_found_inf_leaves_no_trace_in_the_next_norm(kind, engine):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("theirs", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_a_gradient_that_is_no_number_poisons_as_torchs_clipping_does(theirs, bad, engine):
+@pytest.mark.parametrize("cls", TORCH_CLASSES, ids=lambda cls: cls.__name__)
+def test_a_gradient_that_is_no_number_poisons_as_torchs_clipping_does(cls, bad, engine):
     start, grads = random([(5,), (6,)]), random([(5,), (6,)])
     grads[0][2] = bad
-    ours, others = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    ours, others = copies(start), copies(start)
     for params in (ours, others):
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g.clone()
-    getattr(fusedstep, theirs.__name__)(ours, lr=0.1, max_grad_norm=LIMIT, engine=engine).step()
+        set_grads(params, grads)
+    cls(ours, lr=0.1, max_grad_norm=LIMIT, engine=engine).step()
     torch.nn.utils.clip_grad_norm_(others, LIMIT)
-    theirs(others, lr=0.1).step()
+    getattr(torch.optim, cls.__name__)(others, lr=0.1).step()
     assert torch.isnan(ours[0]).any()
     assert torch.isnan(ours[1]).all() == (bad != float("inf"))
     for p, q in zip(ours, others, strict=True):
         torch.testing.assert_close(p, q, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", [SGD, KINDS[-1]], ids=str)
+@pytest.mark.parametrize("kind", [SGD, LAMB], ids=name_of)
 def test_a_limit_may_come_go_and_be_a_tensor_between_steps(kind, engine):
     twins = Twins(kind, random(SHAPES), engine, limit=None)
     group, tensor = twins.a.param_groups[0], torch.tensor(0.25)
@@ -258,7 +239,7 @@ def test_a_limit_may_come_go_and_be_a_tensor_between_steps(kind, engine):
     twins.step(random(SHAPES), None)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@kinds
 def test_clipping_gives_the_same_bits_with_any_number_of_threads(kind):
     shapes = [(700, 1000), (3,), (1 << 17,), (100_001,)]
     start, grads = random(shapes), [random(shapes, scale=scale) for scale in (1.0, 3.0)]
@@ -266,8 +247,8 @@ def test_clipping_gives_the_same_bits_with_any_number_of_threads(kind):
     for threads in (1, 2, 3, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        params = [torch.nn.Parameter(p.clone()) for p in start]
-        optimizer = kind.ours(params, engine="cpu", max_grad_norm=LIMIT, **kind.options)
+        params = copies(start)
+        optimizer = limited(kind, LIMIT, params, "cpu")
         for step in grads:
             for p, g in zip(params, step, strict=True):
                 p.grad = g
@@ -283,7 +264,7 @@ def test_clipping_gives_the_same_bits_every_time(engine):
     start, grads = random(shapes), random(shapes)
     results = []
     for _ in range(3):
-        params = [torch.nn.Parameter(p.clone()) for p in start]
+        params = copies(start)
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
         fusedstep.AdamW(params, max_grad_norm=LIMIT, engine=engine).step()
@@ -316,8 +297,8 @@ def test_gradients_whose_norm_float16_cannot_hold_are_clipped_all_the_same(kind,
 def test_gradients_that_are_empty_or_zero_have_no_norm_to_divide_by(kind, engine):
     empty, zero = torch.nn.Parameter(torch.ones(0, 3)), torch.nn.Parameter(torch.ones(()))
     empty.grad, zero.grad = torch.ones(0, 3), torch.zeros(())
-    kind.ours([empty], engine=engine, max_grad_norm=LIMIT, **kind.options).step()
-    kind.ours([zero], engine=engine, max_grad_norm=LIMIT, **kind.options).step()
+    limited(kind, LIMIT, [empty], engine).step()
+    limited(kind, LIMIT, [zero], engine).step()
     assert torch.isfinite(zero)
     alone = Twins(kind, [torch.tensor(2.0)], engine)
     alone.step([torch.tensor(-30.0)])
@@ -330,10 +311,12 @@ def test_parameters_of_two_engines_share_one_norm(kind):
     wrapped = lambda t: TwoTensor(t.clone(), t.clone())
     twins = Twins(kind, random([(30,), (4, 5), (6,)]), None)
     twins.ours[1] = torch.nn.Parameter(wrapped(twins.ours[1].detach()))
-    twins.a = kind.ours(twins.ours, max_grad_norm=LIMIT, **kind.options)
+    twins.a = limited(kind, LIMIT, twins.ours, None)
     for scale in SCALES:
         grads = random([(30,), (4, 5), (6,)], scale=scale)
-        for p, q, g, s in zip(twins.ours, twins.theirs, grads, clipped(grads, LIMIT, kind.eps), strict=True):
+        for p, q, g, s in zip(
+            twins.ours, twins.theirs, grads, clipped(grads, LIMIT, kind.clip_eps), strict=True
+        ):
             p.grad, q.grad = wrapped(g) if isinstance(p, TwoTensor) else g, s
         twins.a.step()
         twins.b.step()

@@ -7,12 +7,16 @@ import pytest
 import torch
 
 import fusedstep
-from tests.cases import CASES, name_of
+from tests.cases import CLASSES
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
-PAIRS = {"adamw": {"betas": (0.8, 0.95)}, "lamb": {"betas": (0.8, 0.95), "trust_bounds": (0.5, 2.0)}}
-cases = pytest.mark.parametrize("case", [case for case in CASES if case.name in PAIRS], ids=name_of)
+# numbers that suit every pair there is
+PAIR = (0.5, 0.75)
+# of every class its options that are two numbers
+PAIRS = {cls: [name for name, parts in cls.options.items() if len(parts) == 2] for cls in CLASSES}
+name_of = lambda cls: cls.__name__
+with_pairs = pytest.mark.parametrize("cls", [cls for cls in CLASSES if PAIRS[cls]], ids=name_of)
 KINDS = {
     "list": list,
     "numpy": np.array,
@@ -33,19 +37,19 @@ def parameter():
     return torch.nn.Parameter(torch.arange(4.0) + 1)
 
 
-@cases
+@with_pairs
 @kinds
 @pytest.mark.parametrize("given", ["constructor", "group", "add_param_group", "later"])
-def test_any_sequence_is_a_pair(case, kind, given, engine):
-    pairs, p, q = PAIRS[case.name], parameter(), parameter()
-    expected = stepped(case.ours([q], engine=engine, **pairs), q)
+def test_any_sequence_is_a_pair(cls, kind, given, engine):
+    pairs, p, q = dict.fromkeys(PAIRS[cls], PAIR), parameter(), parameter()
+    expected = stepped(cls([q], engine=engine, **pairs), q)
     found = {name: kind(pair) for name, pair in pairs.items()}
     if given == "constructor":
-        optimizer = case.ours([p], engine=engine, **found)
+        optimizer = cls([p], engine=engine, **found)
     elif given == "group":
-        optimizer = case.ours([{"params": [p], **found}], engine=engine)
+        optimizer = cls([{"params": [p], **found}], engine=engine)
     else:
-        optimizer = case.ours([parameter()], engine=engine)
+        optimizer = cls([parameter()], engine=engine)
         optimizer.add_param_group({"params": [p], **(found if given == "add_param_group" else {})})
         if given == "later":
             optimizer.param_groups[1].update(found)
@@ -56,22 +60,21 @@ def test_any_sequence_is_a_pair(case, kind, given, engine):
         assert {type(optimizer.param_groups[-1][name]) for name in pairs} == {list if stays else tuple}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lamb"])
-def test_hydra_instantiates_an_optimizer(name):
+@with_pairs
+def test_hydra_instantiates_an_optimizer(cls):
     instantiate = pytest.importorskip("hydra.utils").instantiate
     config = OmegaConf.create(
         {
-            "_target_": f"fusedstep.{name}",
+            "_target_": f"fusedstep.{cls.__name__}",
             "_partial_": True,
             "lr": 0.1,
-            "betas": [0.8, 0.95],
             "state_dtype": "torch.float32",
-            **({"trust_bounds": [0.0, float("inf")]} if name == "Lamb" else {}),
+            **{name: [*PAIR] for name in PAIRS[cls]},
         }
     )
     p, q = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
     optimizer = instantiate(config)(params=[p])
-    eager = getattr(fusedstep, name)([q], lr=0.1, betas=(0.8, 0.95), state_dtype=torch.float32)
+    eager = cls([q], lr=0.1, state_dtype=torch.float32, **dict.fromkeys(PAIRS[cls], PAIR))
     for o, t in ((optimizer, p), (eager, q)):
         t.grad = torch.ones_like(t)
         o.step()
@@ -98,9 +101,8 @@ def test_a_name_of_no_state_dtype_is_refused_with_those_there_are(name):
 
 
 @pytest.mark.parametrize("betas", [0.9, (0.9,), [], (0.9, 0.99, 0.999), None, "0.9", torch.ones(())], ids=str)
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lamb"])
-def test_betas_that_are_not_two_are_told_so(name, betas):
-    cls = getattr(fusedstep, name)
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if "betas" in PAIRS[cls]], ids=name_of)
+def test_betas_that_are_not_two_are_told_so(cls, betas):
     with pytest.raises(ValueError, match=r"Invalid betas: .*two numbers are needed, such as \(0.9, 0.999\)"):
         cls([parameter()], betas=betas)
     p = parameter()

@@ -17,39 +17,36 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fusedstep
 from fusedstep import _engines as engines
-from tests import ranks, reference
-from tests.cases import CASES, KINDS, Case, name_of
+from tests import ranks
+from tests.cases import KINDS, TORCH_CLASSES, by_name, name_of
 from tests.conftest import HAS_GPU, HAS_TRITON
 from tests.numerics import assert_alike
+from tests.pairs import whole
 from tests.test_changes import CHECKS
 
 NAN, INF = float("nan"), float("inf")
-_ADAMW = fusedstep.AdamW, torch.optim.AdamW, reference.adamw
-_SGD = fusedstep.SGD, torch.optim.SGD, reference.sgd
-_LIMIT = {"lr": 1e-2, "max_grad_norm": 0.5}
-_ALL = {**_LIMIT, "skip_nonfinite": True, "ema_decay": 0.9, "statistics": True}
+SGD, ADAMW, LAMB = by_name("sgd-momentum"), by_name("adamw"), by_name("lamb")
+_ALL = {"max_grad_norm": 0.5, "skip_nonfinite": True, "ema_decay": 0.9, "statistics": True}
+EVERYTHING = ADAMW.with_options("adamw-everything", **_ALL)
+CLIPPED = ADAMW.with_options("adamw-clipped", max_grad_norm=0.5)
+LARGEST = CLIPPED.with_options("adamw-largest", norm_type=INF)
 MORE = [
-    Case("adamw-clipped", *_ADAMW, _LIMIT),
-    Case("adamw-largest", *_ADAMW, {**_LIMIT, "norm_type": INF}),
-    Case("adamw-guarded", *_ADAMW, {"lr": 1e-2, "skip_nonfinite": True}),
-    Case("adamw-averaged", *_ADAMW, {"lr": 1e-2, "ema_decay": 0.9}),
-    Case("adamw-measured", *_ADAMW, {"lr": 1e-2, "statistics": True}),
-    Case("adamw-everything", *_ADAMW, _ALL),
-    Case("sgd-everything", *_SGD, {**_ALL, "momentum": 0.9, "norm_type": INF}),
+    CLIPPED,
+    LARGEST,
+    ADAMW.with_options("adamw-guarded", skip_nonfinite=True),
+    ADAMW.with_options("adamw-averaged", ema_decay=0.9),
+    ADAMW.with_options("adamw-measured", statistics=True),
+    EVERYTHING,
+    SGD.with_options("sgd-everything", **_ALL, norm_type=INF),
+    LAMB.with_options("lamb-measured", statistics=True),
+    *map(by_name, ("lamb-unclipped", "bert-adam-linear", "bert-adam-poly")),
 ]
-_LAMB = next(case for case in CASES if case.name == "lamb")
-MORE += [_LAMB._replace(name="lamb-measured", options={**_LAMB.options, "statistics": True})]
-MORE += [case for case in CASES if case.name in ("lamb-unclipped", "bert-adam-linear", "bert-adam-poly")]
 cases = pytest.mark.parametrize("case", [*KINDS, *MORE], ids=name_of)
 kinds = pytest.mark.parametrize("case", KINDS, ids=name_of)
 
 
 def rank():
     return torch.distributed.get_rank()
-
-
-def whole(t):
-    return t.full_tensor().detach() if isinstance(t, DTensor) else t.detach()
 
 
 def part(t):
@@ -186,7 +183,7 @@ def test_parts_are_stepped_as_the_whole(four, layout, case):
 
 
 def stepped_quietly():
-    pair = Pair(LAYOUTS[0], KINDS[3])
+    pair = Pair(LAYOUTS[0], ADAMW)
     for _ in range(3):
         pair.step()
     plan, made = pair.ours._plan, []
@@ -315,13 +312,13 @@ def of_dtype(layout, case, dtype, engine):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
-@pytest.mark.parametrize("case", [KINDS[1], KINDS[5]], ids=name_of)
+@pytest.mark.parametrize("case", [SGD, LAMB], ids=name_of)
 def test_parts_of_any_dtype_are_stepped_as_the_whole(four, case, dtype):
     warm(case, dtype)
     four.run(of_dtype, LAYOUTS[0], case, dtype, None)
 
 
-@pytest.mark.parametrize("case", [KINDS[1], KINDS[5]], ids=name_of)
+@pytest.mark.parametrize("case", [SGD, LAMB], ids=name_of)
 def test_every_engine_steps_parts(two, case, engine):
     if engine != "cpu":
         two.run(of_dtype, Layout("", (2,), (ROWS,)), case, torch.float32, engine)
@@ -350,7 +347,7 @@ def lying_otherwise_on_one_rank(case):
         assert_alike(case, p, q)
 
 
-@pytest.mark.parametrize("case", [KINDS[1], KINDS[5], MORE[5]], ids=name_of)
+@pytest.mark.parametrize("case", [SGD, LAMB, EVERYTHING], ids=name_of)
 def test_parts_may_lie_otherwise_on_one_rank(two, case):
     two.run(lying_otherwise_on_one_rank, case)
 
@@ -377,7 +374,7 @@ def test_gradients_that_are_still_on_their_way_are_waited_for(two):
 
 
 def copied():
-    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[5])
+    pair = Pair(Layout("", (2,), (ROWS,)), LAMB)
     pair.step()
     twin = copy.deepcopy(pair.ours)
     pair.give_gradients()
@@ -394,7 +391,7 @@ def test_a_copy_of_an_optimizer_steps_its_own_parts(two):
 
 
 def stepped_in_backward():
-    mesh, case = ranks.mesh(2), KINDS[5]
+    mesh, case = ranks.mesh(2), LAMB
     params = [nn.Parameter(distribute_tensor(torch.full((4, 3), 2.0 + i), mesh, [ROWS])) for i in range(3)]
     plain = [nn.Parameter(whole(p).clone()) for p in params]
     optimizers = {p: case.ours([p], **case.options) for p in (*params, *plain)}
@@ -412,7 +409,7 @@ def test_parts_may_be_stepped_as_soon_as_their_gradients_are_there(two):
 
 
 def clipped_by_a_function(norm_type):
-    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[3])
+    pair = Pair(Layout("", (2,), (ROWS,)), ADAMW)
     for scale in (1.0, 0.001, 100.0):
         pair.give_gradients(scale)
         norms = [fusedstep.functional.clip_grad_norm_(ps, 0.5, norm_type) for ps in (pair.parts, pair.whole)]
@@ -427,7 +424,7 @@ def test_the_function_that_clips_takes_parts(two, norm_type):
 
 
 def stepped_by_a_function():
-    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[3])
+    pair = Pair(Layout("", (2,), (ROWS,)), ADAMW)
     states = [[[torch.zeros_like(p).detach() for p in ps] for _ in range(2)] for ps in (pair.parts, pair.whole)]
     for i in range(3):
         pair.give_gradients()
@@ -460,15 +457,15 @@ def test_gradients_may_be_missing_on_all_ranks(four, case):
 
 
 def averages_shown(layout):
-    pair = Pair(layout, Case("", *_ADAMW, {"lr": 0.1, "ema_decay": 0.5}))
+    pair = Pair(layout, ADAMW.with_options(lr=0.1, ema_decay=0.5))
     for _ in range(3):
         pair.step()
     for some in ((), (nn.ParameterList(pair.parts[1:]),)):
         with pytest.raises(RuntimeError, match=r"use ema_parameters\(model\)"), pair.ours.ema_parameters(*some):
             pass
     with pair.ours.ema_parameters(nn.ParameterList(pair.parts)), pair.one.ema_parameters():
-        pair.assert_alike(KINDS[3])
-    pair.assert_alike(KINDS[3])
+        pair.assert_alike(ADAMW)
+    pair.assert_alike(ADAMW)
 
 
 @layouts
@@ -531,7 +528,7 @@ def test_averages_are_seen_by_what_fsdp_has_gathered(two, evaluates_before):
 
 
 def zeroed_in_place():
-    pair = Pair(LAYOUTS[7], Case("", *_ADAMW, _LIMIT))
+    pair = Pair(LAYOUTS[7], CLIPPED)
     for _ in range(2):
         pair.give_gradients()
         kept = [p.grad for p in pair.parts]
@@ -540,7 +537,7 @@ def zeroed_in_place():
     for p, g in zip(pair.parts, kept, strict=True):
         assert p.grad is g
         assert not whole(g).any()
-    pair.assert_alike(MORE[0])
+    pair.assert_alike(CLIPPED)
 
 
 def test_gradients_of_parts_are_zeroed_in_place(four):
@@ -714,7 +711,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("case", [KINDS[1], MORE[0], KINDS[5]], ids=name_of)
+@pytest.mark.parametrize("case", [SGD, CLIPPED, LAMB], ids=name_of)
 def test_ways_to_wrap_a_model(two, wrapper, case):
     two.run(trained_from_gradients, WRAPPERS[wrapper][0], case, WRAPPERS[wrapper][1])
 
@@ -819,9 +816,9 @@ def staged(case, held, engine):
 
 
 _CLIPPED = [case for case in MORE if "everything" in case.name] + [
-    Case("adamw-clipped", *_ADAMW, _LIMIT),
-    Case("adamw-largest", *_ADAMW, {**_LIMIT, "norm_type": INF}),
-    _LAMB,
+    CLIPPED,
+    LARGEST,
+    LAMB,
 ]
 
 
@@ -835,13 +832,13 @@ def test_ranks_with_other_parameters_clip_and_skip_together(four, case, held, en
 @pytest.mark.skipif(HAS_GPU or not HAS_TRITON, reason="Triton takes CPU tensors in its interpreter only")
 @pytest.mark.parametrize("held", [(0, 1, 0, 1, 1, 0), (0, 0, 0)], ids=str)
 def test_ranks_with_other_parameters_clip_together_on_the_triton_engine(two, held):
-    case = Case("adamw-everything", *_ADAMW, _ALL)
+    case = EVERYTHING
     two.run(staged, case, held, "triton")
 
 
 def staged_and_scaled(held, unscales):
     """The scale of a GradScaler follows what any rank has found."""
-    case = Case("", *_ADAMW, {"lr": 0.1, "max_grad_norm": 0.5})
+    case = CLIPPED.with_options(lr=0.1)
     stages, scaler = Stages(case, held), fusedstep.GradScaler("cpu", init_scale=64.0)
     one = fusedstep.GradScaler("cpu", init_scale=64.0)
     seen = []
@@ -866,7 +863,7 @@ def staged_and_scaled(held, unscales):
 
 def staged_and_scaled_by_torchs(held, fused):
     """Every rank takes part in a step that one of them has found an infinity for."""
-    case = Case("", *_ADAMW, {"lr": 0.1, "max_grad_norm": 0.5})
+    case = CLIPPED.with_options(lr=0.1)
     stages, scaler = Stages(case, held, fused=fused), torch.amp.GradScaler("cpu", init_scale=4.0)
     assert stages.ours._step_supports_amp_scaling
     scaler.scale(torch.ones(()))
@@ -939,7 +936,7 @@ def test_a_scaler_of_ours_follows_all_ranks(two, held, unscales):
 
 
 def watched_by_one_rank(options):
-    case = Case("", *_ADAMW, {**_LIMIT, **options})
+    case = CLIPPED.with_options(**options)
     stages = Stages(case, (0, 1, 0, 1), statistics=rank() == 0)
     for _ in range(3):
         stages.step()
@@ -974,7 +971,7 @@ def test_process_groups_are_not_kept(two):
 
 
 def copied_stages():
-    stages = Stages(Case("", *_ADAMW, _LIMIT), (0, 1, 0, 1))
+    stages = Stages(CLIPPED, (0, 1, 0, 1))
     stages.step()
     twin = copy.deepcopy(stages.ours)
     assert twin.norm_group is stages.ours.norm_group
@@ -997,7 +994,7 @@ def test_a_copy_talks_to_the_same_ranks(two):
 
 
 def staged_found_inf():
-    stages = Stages(Case("", *_ADAMW, {"lr": 0.1}), (0, 1, 2, 3))
+    stages = Stages(ADAMW.with_options(lr=0.1), (0, 1, 2, 3))
     stages.step()
     before = [p.detach().clone() for p in stages.params]
     stages.ours.grad_scale, stages.ours.found_inf = torch.tensor(1.0), torch.tensor(float(rank() == 2))
@@ -1083,9 +1080,9 @@ def flat(cls, torchs, use_orig_params):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-def test_flat_parameters_of_fsdp1_are_stepped(two, name, use_orig_params):
-    two.run(flat, getattr(fusedstep, name), getattr(torch.optim, name), use_orig_params)
+@pytest.mark.parametrize("cls", TORCH_CLASSES, ids=lambda cls: cls.__name__)
+def test_flat_parameters_of_fsdp1_are_stepped(two, cls, use_orig_params):
+    two.run(flat, cls, getattr(torch.optim, cls.__name__), use_orig_params)
 
 
 def flat_norms(cls, options, use_orig_params):
@@ -1155,7 +1152,7 @@ def test_the_scaler_of_fsdp1_skips_on_all_ranks_what_one_of_them_found(two, use_
 
 def agreed(layout, how):
     options = {"lr": 0.1, "skip_nonfinite": how == "guard", "fused": True if how == "torchs-fused" else None}
-    pair = Pair(layout, Case("", *_ADAMW, options))
+    pair = Pair(layout, ADAMW._replace(options=options))
     pair.step()
     before = [p.detach().clone() for p in pair.parts]
     scaler = {"ours": fusedstep.GradScaler, "torchs": torch.amp.GradScaler}.get(how.removesuffix("-fused"))
@@ -1194,7 +1191,7 @@ def test_all_ranks_skip_what_one_of_them_cannot_step(four, layout, how):
 
 
 def first_step_skipped(layout):
-    case = Case("", *_SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "skip_nonfinite": True})
+    case = SGD.with_options(lr=0.1, dampening=0.5, skip_nonfinite=True)
     pair = Pair(layout, case)
     pair.give_gradients(bad=NAN)
     # one that comes later makes the optimizer look at everything anew
@@ -1278,7 +1275,7 @@ def test_changing_parts_between_forward_and_backward_is_noticed_by_autograd(two)
 
 
 def with_whole_states():
-    pair = Pair(Layout("", (2,), (ROWS,)), KINDS[3])
+    pair = Pair(Layout("", (2,), (ROWS,)), ADAMW)
     pair.step()
     pair.ours.load_state_dict(pair.one.state_dict())
     pair.give_gradients()
@@ -1296,7 +1293,7 @@ def test_whole_states_of_parts_are_refused(two):
 
 
 def collectives(cls, options, layout, count):
-    case = Case("", cls, None, None, options)
+    case = ADAMW._replace(ours=cls, options=options)
     pair = Pair(layout, case)
     more = [nn.Parameter(pair.layout.place(0, torch.randn(4, 4))) for _ in range(count)]
     pair.ours.add_param_group({"params": more})

@@ -7,7 +7,7 @@ import torch
 
 import fusedstep
 from fusedstep._memory import row
-from tests.cases import KINDS, name_of
+from tests.cases import KINDS, TORCH_CLASSES, name_of
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_optimizer_or_model_is_refused(engine):
     ],
 )
 def test_flags_that_cannot_be_honoured_raise(options, message):
-    for cls in (fusedstep.SGD, fusedstep.Adam, fusedstep.AdamW):
+    for cls in TORCH_CLASSES:
         with pytest.raises(RuntimeError, match=message):
             cls([torch.nn.Parameter(torch.ones(1))], **options)
 

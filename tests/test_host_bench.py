@@ -8,8 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 import fusedstep
-from fusedstep.cli import cold, host, loops, sharded
+from fusedstep.cli import bodies, cold, host, loops, sharded
 from fusedstep.cli.__main__ import app
+from fusedstep.cli.side import Side
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +26,7 @@ def leaves_no_process_group():
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(host, "_TURNS", 1)
-    monkeypatch.setattr(loops, "_ADDED", 2)
+    monkeypatch.setattr(bodies, "_ADDED", 2)
 
 
 @pytest.mark.parametrize("loop", loops.LOOPS, ids=lambda loop: loop.name)
@@ -59,10 +60,10 @@ def test_what_a_loop_does_between_steps_is_not_timed(short, monkeypatch):
             pass_time(1000.0)
             yield lambda i=i: pass_time(i)
 
-    side = loops.Side(fusedstep.AdamW, {}, "cpu", 1)
+    ours = Side(fusedstep.AdamW, {}, "cpu", 1)
     loop = loops.Loop("a run", body, ends=True)
-    assert [*iter(host.Runner(loop, side).step, None)] == [0, 1, 2, 3]
-    assert next(host.Runner(loop, side).samples()) == 1.5
+    assert [*iter(host.Runner(loop, ours).step, None)] == [0, 1, 2, 3]
+    assert next(host.Runner(loop, ours).samples()) == 1.5
 
 
 def test_verdicts():

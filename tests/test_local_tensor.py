@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.cases import KINDS, name_of
+from tests.cases import KINDS, by_name, name_of
 
 _local_tensor = pytest.importorskip("torch.distributed._local_tensor")
 RANKS = 4
@@ -65,4 +65,4 @@ def test_a_step_of_all_ranks_in_one_process_is_that_of_whole_tensors(case, place
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
 def test_an_engine_that_works_on_memory_cannot_be_insisted_on(placement):
     with pytest.raises(RuntimeError, match=r"engine='cpu' cannot step.*LocalTensor.*engine=None"):
-        stepped(KINDS[3], (8,), [placement], engine="cpu")
+        stepped(by_name("adamw"), (8,), [placement], engine="cpu")

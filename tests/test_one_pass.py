@@ -11,9 +11,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fusedstep
 from fusedstep import functional
-from tests import reference
-from tests.cases import KINDS, Case, name_of
+from tests.cases import KINDS, by_name, name_of
 from tests.numerics import judge, roundings
+from tests.pairs import copies, same_bits, set_grads
 
 INF, NAN = float("inf"), float("nan")
 LIMIT = 0.5
@@ -33,38 +33,16 @@ def random(dtype=torch.float32, size=1.0, shapes=SHAPES):
     return [(size * (torch.randn(shape) if shape else torch.rand(()))).to(dtype) for shape in shapes]
 
 
-def parameters(start):
-    return [torch.nn.Parameter(p.clone()) for p in start]
-
-
-def set_grads(params, grads):
-    for p, g in zip(params, grads, strict=True):
-        p.grad = g.clone()
-
-
 def spoil(grads, place, bad):
     tensor, element = place
     grads[tensor].view(-1)[element] = bad
     return grads
 
 
-def with_limit(case, limit=LIMIT):
-    """The case with its gradients clipped together, as torch's clip_grad_norm_ does."""
-    scope = {"clip_scope": "global"} if case.ours is fusedstep.BertAdam else {}
-    return case._replace(options={**case.options, **scope, "max_grad_norm": limit})
-
-
-def unlimited(case):
-    """The case with its gradients as they are."""
-    options = {name: value for name, value in case.options.items() if name != "max_grad_norm"}
-    limits = case.ours in (fusedstep.BertAdam, fusedstep.Lamb)
-    return case._replace(options={**options, "max_grad_norm": None} if limits else options)
-
-
 def clip_(case, params, limit=LIMIT, norm_type=2.0):
     """torch's function; Lamb divides by the norm itself."""
     params = with_elements(params)
-    if case.ours is not fusedstep.Lamb:
+    if case.clip_eps:
         torch.nn.utils.clip_grad_norm_(params, limit, norm_type)
     else:
         grads = [p.grad for p in params]
@@ -87,11 +65,12 @@ def clipped(grads, limit, eps=1e-6, norm_type=2.0):
 
 def exact(case, start, steps, limits, rates=None, norm_type=2.0):
     """Value and states of every parameter after steps with these gradients, in float64."""
-    eps = 0.0 if case.ours is fusedstep.Lamb else 1e-6
     own = {name: v for name, v in case.options.items() if name not in ("max_grad_norm", "clip_scope")}
     results = []
     for i, p in enumerate(start):
-        grads = [clipped([np.asarray(g) for g in step], limits[i], eps, norm_type)[i] for step in steps]
+        grads = [
+            clipped([np.asarray(g) for g in step], limits[i], case.clip_eps, norm_type)[i] for step in steps
+        ]
         options = {**own, "lr": own["lr"] if rates is None else rates[i]}
         value, states = case.reference(np.asarray(p.double()), grads, **options)
         states = {name: torch.as_tensor(state) for name, state in states.items()}
@@ -120,11 +99,6 @@ def assert_kept(params, optimizer, before):
         assert all(same_bits(optimizer.state[p][name], state) for name, state in states.items())
 
 
-def same_bits(a, b):
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(words), b.contiguous().view(words))
-
-
 def all_same_bits(ours, theirs):
     return all(same_bits(p.detach(), q.detach()) for p, q in zip(ours, theirs, strict=True))
 
@@ -134,9 +108,9 @@ class Separate:
 
     def __init__(self, case, start, groups, dtype):
         self.case, self.dtype = case, dtype
-        self.params = parameters(start)
+        self.params = copies(start)
         # in 16 bits torch's unfused Adam computes NaN
-        options = {**unlimited(case).options, "fused": dtype.itemsize == 2}
+        options = {**case.unlimited().options, "fused": dtype.itemsize == 2}
         self.optimizer = case.theirs(groups(self.params), **options)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.scaler.scale(torch.ones(()))
@@ -175,14 +149,14 @@ SETUPS = [
 @pytest.mark.parametrize(("dtype", "split", "scaler_class"), SETUPS)
 @kinds
 def test_one_step_does_what_unscale_clip_step_and_zero_grad_do(case, dtype, split, scaler_class, engine):
-    case, start = with_limit(case), random(dtype)
+    case, start = case.with_limit(LIMIT), random(dtype)
     rates = [case.options["lr"] * (i + 1 if split else 1) for i in range(len(start))]
 
     def groups(params):
         many = [{"params": [p], "lr": rate} for p, rate in zip(params, rates, strict=True)]
         return many if split else params
 
-    ours, theirs = parameters(start), Separate(case, start, groups, dtype)
+    ours, theirs = copies(start), Separate(case, start, groups, dtype)
     optimizer = case.ours(groups(ours), engine=engine, fused=True, **case.options)
     scaler = scaler_class("cpu", init_scale=8.0, growth_interval=2)
     scaler.scale(torch.ones(()))
@@ -215,10 +189,10 @@ def test_one_step_does_what_unscale_clip_step_and_zero_grad_do(case, dtype, spli
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_are_clipped_by_their_largest_element_as_torch_does(dtype, engine):
-    case, start = with_limit(KINDS[3]), random(dtype)
-    ours, theirs = parameters(start), parameters(start)
+    case, start = by_name("adamw").with_limit(LIMIT), random(dtype)
+    ours, theirs = copies(start), copies(start)
     optimizer = case.ours(ours, engine=engine, norm_type=INF, **case.options)
-    peer = case.theirs(theirs, fused=dtype.itemsize == 2, **unlimited(case).options)
+    peer = case.theirs(theirs, fused=dtype.itemsize == 2, **case.unlimited().options)
     grads = random(dtype, 10.0)
     set_grads(ours, grads)
     set_grads(theirs, grads)
@@ -231,15 +205,15 @@ def test_gradients_are_clipped_by_their_largest_element_as_torch_does(dtype, eng
     assert_exact(case, ours, optimizer, theirs, peer, expected, dtype)
 
 
-@pytest.mark.parametrize("case", [KINDS[1], *KINDS[3:]], ids=name_of)
+@kinds
 def test_a_group_has_a_limit_of_its_own_for_the_largest_element_of_all(case, engine):
     limits = [0.05, None, 0.3, LIMIT]
-    case, start, grads = with_limit(case), random(shapes=FEW), random(size=10.0, shapes=FEW)
-    ours, theirs = parameters(start), parameters(start)
+    case, start, grads = case.with_limit(LIMIT), random(shapes=FEW), random(size=10.0, shapes=FEW)
+    ours, theirs = copies(start), copies(start)
     groups = [{"params": [p], "max_grad_norm": limit} for p, limit in zip(ours, limits, strict=True)]
     del groups[-1]["max_grad_norm"]
     optimizer = case.ours(groups, engine=engine, norm_type=INF, **case.options)
-    peer = case.theirs(theirs, **unlimited(case).options)
+    peer = case.theirs(theirs, **case.unlimited().options)
     set_grads(ours, grads)
     set_grads(theirs, grads)
     optimizer.step()
@@ -289,7 +263,7 @@ def test_the_functional_norm_of_complex_gradients_takes_magnitudes_too():
 @pytest.mark.parametrize("bad", [None, NAN, -INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_functional_largest_element_is_torchs(dtype, bad):
-    ours, theirs = parameters(random(dtype)), parameters(random(dtype))
+    ours, theirs = copies(random(dtype)), copies(random(dtype))
     for size in (1.0, 0.001, 100.0):
         grads = random(dtype, size)
         if bad is not None:
@@ -318,7 +292,7 @@ def test_the_functional_norm_type_may_be_the_word_as_in_torchs_documentation():
 def test_without_a_guard_what_is_no_number_goes_where_torchs_clipping_sends_it(theirs, bad, engine):
     shapes = [(2, 3), (), (4,)]
     start, grads = random(shapes=shapes), spoil(random(shapes=shapes), (0, 1), bad)
-    ours, others = parameters(start), parameters(start)
+    ours, others = copies(start), copies(start)
     set_grads(ours, grads)
     set_grads(others, grads)
     options = {"max_grad_norm": LIMIT, "norm_type": INF, "engine": engine}
@@ -356,7 +330,7 @@ def test_a_step_found_bad_twice_is_counted_once(engine):
 @kinds
 def test_a_step_with_what_is_no_number_anywhere_changes_no_bit(case, engine):
     start = random(shapes=FEW)
-    ours, others = parameters(start), parameters(start)
+    ours, others = copies(start), copies(start)
     optimizer = case.ours(ours, engine=engine, skip_nonfinite=True, **case.options)
     twin = case.ours(others, engine=engine, **case.options)
     assert not optimizer.step_was_skipped
@@ -382,9 +356,9 @@ def test_a_step_with_what_is_no_number_anywhere_changes_no_bit(case, engine):
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 1e30), (torch.float16, 6e4)], ids=str)
 @kinds
 def test_large_numbers_whose_squares_overflow_are_numbers(case, dtype, large, engine):
-    case, shapes = unlimited(case), [(40,), ()]
+    case, shapes = case.unlimited(), [(40,), ()]
     start = random(dtype, shapes=shapes)
-    ours, others = parameters(start), parameters(start)
+    ours, others = copies(start), copies(start)
     optimizer = case.ours(ours, engine=engine, skip_nonfinite=True, **case.options)
     twin = case.ours(others, engine=engine, **case.options)
     grads = [large * g.sign() for g in random(dtype, shapes=shapes)]
@@ -578,7 +552,7 @@ def test_gradients_of_other_dtypes_are_zeroed_too(bad, dtype, engine):
 @kinds
 def test_gradients_are_dropped_after_the_update(case, engine):
     start, grads = random(), random()
-    ours, others = parameters([*start, torch.ones(2)]), parameters([*start, torch.ones(2)])
+    ours, others = copies([*start, torch.ones(2)]), copies([*start, torch.ones(2)])
     optimizer, twin = (case.ours(params, engine=engine, **case.options) for params in (ours, others))
     set_grads(ours[:-1], grads)
     set_grads(others[:-1], grads)
@@ -591,8 +565,8 @@ def test_gradients_are_dropped_after_the_update(case, engine):
 
 @kinds
 def test_gradients_stay_as_they_are_if_nobody_says_otherwise(case, engine):
-    case, grads = with_limit(case), random(size=10.0, shapes=FEW)
-    params = parameters(random(shapes=FEW))
+    case, grads = case.with_limit(LIMIT), random(size=10.0, shapes=FEW)
+    params = copies(random(shapes=FEW))
     optimizer = case.ours(params, engine=engine, skip_nonfinite=True, **case.options)
     set_grads(params, grads)
     before = [(p.grad, p.grad._version) for p in params]
@@ -604,10 +578,10 @@ def test_gradients_stay_as_they_are_if_nobody_says_otherwise(case, engine):
         assert same_bits(same, g)
 
 
-@pytest.mark.parametrize("case", [KINDS[1], KINDS[5]], ids=name_of)
+@pytest.mark.parametrize("case", [by_name("sgd-momentum"), by_name("lamb")], ids=name_of)
 def test_steps_that_zero_and_steps_that_do_not_may_alternate(case, engine):
-    ours = parameters(random(shapes=FEW))
-    others = parameters([p.detach() for p in ours])
+    ours = copies(random(shapes=FEW))
+    others = copies(ours)
     optimizer, twin = (case.ours(params, engine=engine, **case.options) for params in (ours, others))
     set_grads(ours, random(shapes=FEW))
     set_grads(others, [p.grad for p in ours])
@@ -693,37 +667,31 @@ MILLION = 1_000_000
 _BIASED = {"lr": 0.1, "betas": (0.9, 0.9999999)}
 _SCHEDULED = {"lr": 0.1, "b2": 0.9999999, "t_total": 1_500_000, "max_grad_norm": None}
 COUNTED = [
-    KINDS[2]._replace(name="adam", options=_BIASED),
-    KINDS[3]._replace(name="adamw", options=_BIASED),
-    KINDS[5]._replace(name="lamb", options={**_BIASED, "max_grad_norm": None}),
-    KINDS[4]._replace(name="linear", options={**_SCHEDULED, "schedule": "warmup_linear", "warmup": 0.1}),
-    KINDS[4]._replace(name="poly", options={**_SCHEDULED, "schedule": "warmup_poly", "warmup": 0}),
-    KINDS[4]._replace(name="cosine", options={**_SCHEDULED, "schedule": "warmup_cosine", "warmup": 0.9}),
+    by_name("adam")._replace(options=_BIASED),
+    by_name("adamw")._replace(options=_BIASED),
+    by_name("lamb")._replace(options={**_BIASED, "max_grad_norm": None}),
+    *(
+        by_name("bert-adam")._replace(
+            name=name, options={**_SCHEDULED, "schedule": f"warmup_{name}", "warmup": w}
+        )
+        for name, w in (("linear", 0.1), ("poly", 0), ("cosine", 0.9))
+    ),
 ]
 
 
-def updated(case: Case, t, p, g, m, v):
+def updated(case, t, p, g, m, v):
     """The parameter after its update number `t`, in float64."""
     p, g, m, v = (np.asarray(x.detach().double()) for x in (p, g, m, v))
-    beta1, beta2 = case.options.get("betas", (0.9, _SCHEDULED["b2"]))
-    m, v, rate = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g, case.options["lr"]
-    if case.ours is fusedstep.BertAdam:
-        rate *= reference.scheduled((t - 1) / 1_500_000, case.options["warmup"], case.options["schedule"])
-        return torch.as_tensor(p - rate * (m / (np.sqrt(v) + 1e-6) + 0.01 * p))
-    eps = 1e-6 if case.ours is fusedstep.Lamb else 1e-8
-    u = m / (1 - beta1**t) / (np.sqrt(v / (1 - beta2**t)) + eps)
-    if case.ours is not fusedstep.Adam:
-        u += 0.01 * p
-    if case.ours is fusedstep.Lamb:
-        u *= np.sqrt((p * p).sum() / (u * u).sum())
-    return torch.as_tensor(p - rate * u)
+    own = {name: value for name, value in case.options.items() if name != "max_grad_norm"}
+    value, _ = case.reference(p, [g], **own, done=t - 1, states={"exp_avg": m, "exp_avg_sq": v})
+    return torch.as_tensor(value)
 
 
 @pytest.mark.parametrize("way", ["loaded", "in place"])
 @pytest.mark.parametrize("case", COUNTED, ids=name_of)
 def test_the_first_step_and_the_millionth_are_as_close_to_float64_as_torchs(case, way, engine):
     start, none = torch.randn(20), torch.zeros(20)
-    (p,), (q,) = parameters([start]), parameters([start])
+    (p,), (q,) = copies([start]), copies([start])
     ours, theirs = case.ours([p], engine=engine, **case.options), case.theirs([q], **case.options)
     p.grad = q.grad = torch.randn(20)
     ours.step()

@@ -6,15 +6,11 @@ import random
 import pytest
 import torch
 
-from tests.cases import CASES, KINDS, name_of
-from tests.test_changes import Pair
+from tests.cases import KINDS, by_name, name_of
+from tests.pairs import Pair
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
 SHAPES = ((4, 3), (5,), (40,))
-
-
-def case_of(name):
-    return next(case for case in CASES if case.name == name)
 
 
 @pytest.fixture
@@ -282,7 +278,7 @@ def two_groups(case, engine, **options):
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
 def test_momentum_is_turned_on_off_and_on_in_one_of_several_groups(clipped, engine):
-    pair = two_groups(case_of("sgd"), engine, lr=1e-2)
+    pair = two_groups(by_name("sgd"), engine, lr=1e-2)
     if clipped:
         pair.a.param_groups[2]["max_grad_norm"] = 1e6
     for momentum in (0, 0.9, 0.9, 0, 0.5, 0.5):
@@ -302,7 +298,7 @@ def test_momentum_is_turned_on_off_and_on_in_one_of_several_groups(clipped, engi
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_amsgrad_is_turned_on_in_one_of_several_groups(name, engine):
-    pair = two_groups(case_of(name), engine, lr=1e-2)
+    pair = two_groups(by_name(name), engine, lr=1e-2)
     pair.step()
     pair.step()
     for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):
@@ -318,7 +314,7 @@ def test_amsgrad_is_turned_on_in_one_of_several_groups(name, engine):
 
 
 def test_an_average_is_turned_on_in_one_of_several_groups(engine):
-    pair = two_groups(case_of("adamw"), engine, lr=1e-2)
+    pair = two_groups(by_name("adamw"), engine, lr=1e-2)
     pair.step()
     pair.a.param_groups[1]["ema_decay"] = 0.5
     expected = pair.ours[1].detach().clone()
@@ -331,7 +327,7 @@ def test_an_average_is_turned_on_in_one_of_several_groups(engine):
 
 def test_a_parameter_moves_from_one_group_to_another(engine):
     """With its state: options and rule are those of its new group."""
-    pair = two_groups(case_of("sgd-momentum"), engine, lr=1e-2, momentum=0.9)
+    pair = two_groups(by_name("sgd-momentum"), engine, lr=1e-2, momentum=0.9)
     for i in range(3):
         pair.step()
         for optimizer in (pair.a, pair.b):
@@ -352,7 +348,7 @@ REBUILDS = {
 
 @pytest.mark.parametrize("rebuild", REBUILDS)
 def test_new_tables_go_on_from_counts_that_were_replaced(rebuild, engine):
-    pair = two_groups(case_of("adam"), engine, lr=1e-2)
+    pair = two_groups(by_name("adam"), engine, lr=1e-2)
     pair.step()
     pair.step()
     for optimizer, params in ((pair.a, pair.ours), (pair.b, pair.theirs)):
@@ -368,7 +364,7 @@ def test_new_tables_go_on_from_counts_that_were_replaced(rebuild, engine):
 
 
 def test_states_exchanged_between_parameters(engine):
-    pair = Pair(case_of("adam"), engine, [(3,)] * 3)
+    pair = Pair(by_name("adam"), engine, [(3,)] * 3)
     pair.step(skip=(2,))
     pair.step(skip=(2,))
     for optimizer, (p, q, _) in ((pair.a, pair.ours), (pair.b, pair.theirs)):

@@ -6,24 +6,22 @@ import pytest
 import torch
 
 import fusedstep
-from tests.cases import CASES, KINDS, name_of
+from tests.cases import KINDS, by_name, name_of
+from tests.pairs import set_grads
 
 INF, NAN = float("inf"), float("nan")
 LIMIT = 0.5
 SHAPES = [(3, 2), (), (20,), (0,)]
 # gradients are measured before the update or along with it
-with_and_without = pytest.mark.parametrize(
-    ("case", "limit"), [*((case, LIMIT) for case in KINDS), *((case, None) for case in KINDS[1::2])]
-)
+kinds = pytest.mark.parametrize("case", KINDS, ids=name_of)
+limits = pytest.mark.parametrize("limit", [None, LIMIT])
+# one that needs no sums, and one that does
+FEW = [by_name("adamw"), by_name("lamb")]
+few = pytest.mark.parametrize("case", FEW, ids=name_of)
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
     return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-
-
-def set_grads(params, grads):
-    for p, g in zip(params, grads, strict=True):
-        p.grad = None if g is None else g.clone()
 
 
 def gradients(params, size=1.0):
@@ -47,12 +45,6 @@ def close(seen, expected):
 
 def factor(grads, limit, eps, norm_type=2.0):
     return min(1.0, limit / (norm(grads, norm_type) + eps)) if limit else 1.0
-
-
-def with_limit(case, limit):
-    """The options of a case with this limit for the norm of all gradients."""
-    scope = {"clip_scope": "global"} if case.ours is fusedstep.BertAdam else {}
-    return {**case.options, **scope, "max_grad_norm": limit}
 
 
 def trust_ratios(optimizer, params, before, step):
@@ -81,17 +73,18 @@ def assert_seen(optimizer, case, params, before, grads, limit, step, norm_type=2
     close(seen.update_norms, [norm([u]) for u in updates])
     close(seen.clip_factors, [clipping] * len(params))
     close(seen.nonfinites, [0] * len(params))
-    if case.ours is fusedstep.Lamb:
+    if case.has_trust_ratios:
         close(seen.trust_ratios, trust_ratios(optimizer, params, before, step))
     else:
         assert seen.trust_ratios is None
 
 
-@with_and_without
+@limits
+@kinds
 def test_every_field_is_what_torch_computes_in_float64(case, limit, engine):
     params = parameters()
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.1}]
-    optimizer = case.ours(groups, engine=engine, statistics=True, **with_limit(case, limit))
+    optimizer = case.ours(groups, engine=engine, statistics=True, **case.with_limit(limit).options)
     for i, size in enumerate((1.0, 0.01)):
         before, grads = values(params), gradients(params, size)
         set_grads(params, grads)
@@ -99,28 +92,30 @@ def test_every_field_is_what_torch_computes_in_float64(case, limit, engine):
         assert_seen(optimizer, case, params, before, grads, limit, i + 1)
 
 
-@pytest.mark.parametrize("limit", [None, LIMIT])
+@limits
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, fusedstep.GradScaler])
-@pytest.mark.parametrize("case", [KINDS[3], KINDS[5]], ids=name_of)
+@few
 def test_the_scale_of_gradients_does_not_show(case, scaler_class, fused, limit, engine):
     params, scaler = parameters(), scaler_class("cpu", init_scale=64.0)
-    options = {"statistics": True, "maximize": True, "fused": fused, **with_limit(case, limit)}
+    options = {"statistics": True, "maximize": True, "fused": fused, **case.with_limit(limit).options}
     optimizer = case.ours(params, engine=engine, **options)
     before, grads = values(params), gradients(params)
     set_grads(params, [scaler.scale(g) for g in grads])
     scaler.step(optimizer, zero_grad=True)
-    if case.ours is not fusedstep.Lamb:
+    if not case.has_trust_ratios:
         return assert_seen(optimizer, case, params, before, grads, limit, 1)
     close(optimizer.statistics().grad_norm, norm(grads))
     close(optimizer.statistics().trust_ratios, trust_ratios(optimizer, params, before, 1))
 
 
-@pytest.mark.parametrize("limit", [None, LIMIT])
-@pytest.mark.parametrize("case", [KINDS[3]], ids=name_of)
+@limits
+@pytest.mark.parametrize("case", FEW[:1], ids=name_of)
 def test_norms_of_gradients_may_be_their_largest_element(case, limit, engine):
     params = parameters()
-    optimizer = case.ours(params, engine=engine, norm_type=INF, statistics=True, **with_limit(case, limit))
+    optimizer = case.ours(
+        params, engine=engine, norm_type=INF, statistics=True, **case.with_limit(limit).options
+    )
     before, grads = values(params), gradients(params)
     set_grads(params, grads)
     optimizer.step()
@@ -128,11 +123,11 @@ def test_norms_of_gradients_may_be_their_largest_element(case, limit, engine):
     assert_seen(optimizer, case, params, before, with_elements, limit, 1, INF)
 
 
-@pytest.mark.parametrize("limit", [None, LIMIT])
-@pytest.mark.parametrize("case", [KINDS[3], KINDS[5]], ids=name_of)
+@limits
+@few
 def test_a_parameter_without_a_gradient_has_none_and_does_not_count(case, limit, engine):
     params = parameters()
-    optimizer = case.ours(params, engine=engine, statistics=True, **with_limit(case, limit))
+    optimizer = case.ours(params, engine=engine, statistics=True, **case.with_limit(limit).options)
     # one that never had any, one that loses it, one that gets it back
     for missing in ((1,), (0, 1), (1, 2), (2,)):
         before, grads = values(params), gradients(params)
@@ -184,7 +179,7 @@ def test_every_gradient_has_the_factor_of_its_scope(scope, engine):
     close(seen.clip_factor, min(expected))
 
 
-LAMBS = [case for case in CASES if case.name in ("lamb-no-decay", "lamb-bounds", "lamb-always")]
+LAMBS = [*map(by_name, ("lamb-bounds", "lamb-no-decay", "lamb-always"))]
 
 
 @pytest.mark.parametrize("case", LAMBS, ids=name_of)
@@ -205,7 +200,7 @@ def test_trust_ratios_are_those_that_were_used(case, engine):
 # steps that are skipped
 
 
-@pytest.mark.parametrize("case", [KINDS[3], KINDS[5]], ids=name_of)
+@few
 def test_a_skipped_step_tells_what_was_wrong_and_updates_nothing(case, engine):
     params = parameters([(4,), (5,), (6,)])
     optimizer = case.ours(params, engine=engine, statistics=True, skip_nonfinite=True, **case.options)
@@ -270,12 +265,13 @@ def test_what_is_no_number_is_counted_where_nothing_is_skipped(engine):
 # and else
 
 
-@with_and_without
+@limits
+@kinds
 def test_statistics_change_no_bit_of_the_update(case, limit, engine):
     ours = parameters()
     others = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    optimizer = case.ours(ours, engine=engine, statistics=True, **with_limit(case, limit))
-    twin = case.ours(others, engine=engine, **with_limit(case, limit))
+    optimizer = case.ours(ours, engine=engine, statistics=True, **case.with_limit(limit).options)
+    twin = case.ours(others, engine=engine, **case.with_limit(limit).options)
     grads = gradients(ours)
     set_grads(ours, grads)
     set_grads(others, grads)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedstep
 from fusedstep import functional
-from tests.cases import CASES, KINDS, name_of
+from tests.cases import CASES, KINDS, by_name, name_of
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
 every_case = pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -144,7 +144,7 @@ def test_fake_tensors_are_stepped_without_numbers(case):
 
 
 def test_a_trace_that_fails_leaves_all_as_it_was():
-    params, optimizer = trained(KINDS[3])
+    params, optimizer = trained(by_name("adamw"))
     before, counts = values_of(params, optimizer), [optimizer.state[p]["step"] for p in params]
     # real parameters in a trace without numbers
     with pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
@@ -171,7 +171,7 @@ def test_options_that_are_tensors_are_read_by_the_graph():
 
 @pytest.mark.parametrize("engine", ["cpu", "triton"])
 def test_an_engine_that_works_on_memory_cannot_be_insisted_on_in_a_trace(engine):
-    params, optimizer = trained(KINDS[3], engine=engine)
+    params, optimizer = trained(by_name("adamw"), engine=engine)
     before = values_of(params, optimizer)
     with pytest.raises(RuntimeError, match=rf"engine='{engine}' cannot.*traces operations.*engine=None"):
         make_fx(stepping(params, optimizer))(*(torch.ones(shape) for shape in SHAPES))
@@ -212,7 +212,7 @@ def test_a_mode_that_only_looks_sees_the_update_and_changes_nothing(case):
 
 
 def test_an_engine_that_is_insisted_on_goes_on_under_a_mode_that_only_looks():
-    params, optimizer = trained(KINDS[3], engine="cpu")
+    params, optimizer = trained(by_name("adamw"), engine="cpu")
     with Seen():
         optimizer.step()
     assert optimizer.state[params[0]]["step"] == 3

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,7 +32,15 @@ LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, FIRST_POINTER = range(6)
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)
 
-_DEFAULT = {"cpu": "cpu", "cuda": "triton", "xpu": "triton"}
+# on an npu Triton is triton-ascend, which installs itself under that name
+_DEFAULT = {"cpu": "cpu", "cuda": "triton", "npu": "triton", "xpu": "triton"}
+# types of devices that we run our tests on; AMD's are of type cuda too, and are not among them
+_TESTED = {"cpu", "cuda"} if torch.version.hip is None else {"cpu"}
+# why an engine is not to be used on a type of device; None: it may be. The layer above, which can take a step,
+# sets this
+trial: Callable[[str, str], str | None] = lambda name, device_type: "it cannot be tried out"
+_verdicts: dict[tuple[str, str], str | None] = {}
+_trying = threading.RLock()
 
 _DTYPES = {
     torch.float32,
@@ -106,6 +115,8 @@ def choose(roles: Sequence[Tensor], requested: str | None) -> Engine:
         if requested is None:
             return load("torch", p.device.type)[0]
         problem = f"it takes plain float tensors, not a {type(odd).__name__} of {odd.dtype}"
+    if problem is None and engine.BY_ADDRESS and p.device.type not in _TESTED:
+        problem = _verdict(engine.NAME, p.device.type)
     if problem is None:
         return engine
     if requested is not None:
@@ -125,6 +136,21 @@ def load(name: str, device_type: str) -> tuple[Any, str | None]:
     except ImportError as error:
         return None, f"it needs a package that cannot be imported ({error})"
     return engine, engine.unavailable(device_type)
+
+
+def _verdict(name: str, device_type: str) -> str | None:
+    """What the one trial of an engine on this type of device has shown; other threads wait for it."""
+    key = name, device_type
+    with _trying:
+        if key not in _verdicts:
+            # the trial's own steps choose the engine too
+            _verdicts[key] = None
+            try:
+                _verdicts[key] = trial(name, device_type)
+            except BaseException:  # interrupted
+                del _verdicts[key]
+                raise
+        return _verdicts[key]
 
 
 @functools.cache

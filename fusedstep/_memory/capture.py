@@ -14,7 +14,7 @@ from .._engines import is_capturing
 from .shards import local
 
 if TYPE_CHECKING:
-    from .._algorithm.program import StepSpec
+    from .._algorithm.step import StepSpec
     from .._engines import Amp
     from .plan import Plan
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from .loops import LOOPS, Call, Loop, Side
+from .loops import LOOPS, Call, Loop
+from .side import Side
 
 # how often both take turns: a host has slow and fast seconds, which both must see
 _TURNS = 6

@@ -18,7 +18,7 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from ..._algorithm.program import Instruction
+from ..._algorithm.cut import Instruction
 
 LANES = 16
 

@@ -191,7 +191,7 @@ class _Launch:
     def _compile(self, optional: tuple) -> Any:
         args = (*self._tables, *optional, *self._constants)
         compiled = self._kernel.warmup(*args, grid=self._grid, **self._options)
-        return _launcher(compiled, self._grid, self._tables[0].device.index)
+        return _launcher(compiled, self._grid, self._tables[0].device)
 
     def __call__(self, *optional: torch.Tensor | None) -> None:
         """Launch with these optional arguments, or without any."""
@@ -212,8 +212,11 @@ class _Launch:
             self._compiled[key](*self._addresses, *map(_address, optional), *self._constants)
 
 
-def _launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Any:
+def _launcher(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Any:
     """Launches a compiled kernel as torch's compiler does: 5 us instead of the 21 of Triton's front door."""
+    if device.type != "cuda":
+        # behind it, other backends take other arguments
+        return compiled[grid]
     run, stream = compiled.run, triton.runtime.driver.active.get_current_stream
     fixed = compiled.function, compiled.packed_metadata, None, None, None
     hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
@@ -224,7 +227,7 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Any:
         if any(hooked):  # somebody wants to be told: a profiler
             front_door(*args)
         else:
-            run(*grid, stream(device), *fixed, *args)
+            run(*grid, stream(device.index), *fixed, *args)
 
     return launch
 

@@ -10,7 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..._algorithm.program import Instruction, Scalars, Sweep
+from ..._algorithm.cut import Instruction
+from ..._algorithm.program import Scalars, Sweep
 
 
 @triton.jit

@@ -1,0 +1,130 @@
+"""Everything a step does, written like a rule: unscaling, clipping, skipping, the update, averaging, measuring.
+
+`trace_step` calls it once with values that remember how they were made. What it stores, sums and reports is the
+graph of the step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from .language import (
+    Value,
+    abs,
+    given,
+    largest,
+    mixed,
+    over_all,
+    over_clip_group,
+    report,
+    slot,
+    sqrt,
+    total,
+    where,
+)
+
+
+class StepSpec(NamedTuple):
+    """What a step does besides its update.
+
+    `norm_type` is the norm of gradients, by which they are clipped if any group has a limit (`clips`).
+    `unscale_grads` leaves gradients divided by the scale of a GradScaler, `zero_grads` leaves zeros.
+    """
+
+    norm_type: float = 2.0
+    clips: bool = False
+    skip_nonfinite: bool = False
+    zero_grads: bool = False
+    unscale_grads: bool = False
+    collect_statistics: bool = False
+
+    @property
+    def measures_first(self) -> bool:
+        """Whether gradients are read once before the update."""
+        return self.clips or self.skip_nonfinite
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether it sums anything over whole tensors."""
+        return self.measures_first or self.collect_statistics
+
+    @property
+    def shared_kinds(self) -> tuple[str, ...]:
+        """How that which decides about a step is summed over all gradients; the first sums of every program."""
+        norm = "sum" if self.norm_type == 2 else "max"
+        return (norm, "sum") if self.skip_nonfinite else (norm,) if self.clips else ()
+
+
+ONLY_UPDATE = StepSpec()
+
+
+def clip_factor(norm, limit, eps):
+    """What brings a norm down to `limit`; 0: no limit."""
+    factor = limit / (norm + eps)
+    # a norm that is NaN poisons all gradients, as torch's clipping does
+    return where(limit > 0, where(factor >= 1, 1.0, factor), 1.0)
+
+
+def nonfinite(g):
+    """1 where it is NaN or infinite."""
+    return where(g - g == 0, 0.0, 1.0)
+
+
+class Graph(NamedTuple):
+    """All that a step stores, sums and reports."""
+
+    stores: dict[str, Value]
+    folds: dict[str, Value]
+    skip: Value
+
+
+def keywords(update: Callable) -> list[str]:
+    """What an update takes by keyword: options, and the step count."""
+    return [a.name for a in inspect.signature(update).parameters.values() if a.kind == a.KEYWORD_ONLY]
+
+
+def trace_step(update: Callable, letters: Iterable[str], spec: StepSpec, averages: bool) -> Graph:
+    """The graph of a step by an update whose states have these letters."""
+    p, raw, scale = slot("p"), slot("g"), given("scale")
+    # measured as they are stored: scaled
+    squared = total(raw * raw) if spec.norm_type == 2 else largest(abs(raw))
+    count = total(nonfinite(raw))
+    folds, factor = {}, where(given("maximize") != 0, -1.0, 1.0)
+    if spec.measures_first or spec.collect_statistics:
+        folds["grad"] = squared
+    if spec.skip_nonfinite or spec.collect_statistics:
+        folds["nonfinite"] = count
+    skip = given("found_inf")
+    if spec.clips:
+        together = over_clip_group(squared)
+        norm = (sqrt(together) if spec.norm_type == 2 else together) / scale
+        factor = factor * report("clip_factor", clip_factor(norm, given("max_grad_norm"), given("clip_eps")))
+    grad_scale = factor / scale
+    if spec.skip_nonfinite:
+        skip = skip + over_all(count)
+        # a gradient may be used only once it is known whether the step is taken
+        grad_scale = where(skip != 0, 0.0, grad_scale)
+    states = {letter: slot(letter) for letter in letters}
+    by_keyword = {name: given(name) for name in keywords(update)}
+    results = update(p, raw * grad_scale, *states.values(), **by_keyword)
+    if not isinstance(results, tuple) or len(results) != 1 + len(states):
+        raise TypeError(
+            f"rule {update.__name__!r} returned {results!r}; return the new parameter and the new states, "
+            f"a tuple of {1 + len(states)}"
+        )
+    stores = dict(zip(["p", *states], results, strict=True))
+    new = stores["p"]
+    if averages:
+        decay = given("ema_decay")
+        stores["e"] = mixed(slot("e"), new, decay, 1 - decay)
+    if spec.collect_statistics:
+        change = new - p
+        folds |= {"param": total(new * new), "update": total(change * change)}
+    if spec.zero_grads:
+        stores["g"] = Value("constant", 0.0)
+    elif spec.unscale_grads:
+        # as torch's scalers do it; exact for their scales, which are powers of two
+        stores["g"] = raw * (1 / scale)
+    return Graph(stores, folds, skip)

@@ -1,0 +1,69 @@
+"""Whether an engine computes what the torch engine does, on a type of device that we have no tests for.
+
+A compiler may accept a kernel and still get it wrong. So one AdamW step with a limit for the norm, through the
+same tables as any other, is compared before the engine is used: it loads, computes, sums, reduces and stores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._algorithm.rules import ADAM
+from .._algorithm.step import StepSpec
+from .call import Call, Job
+from .options import COMMON
+from .row import Settings, Update
+
+# a few elements, part of a chunk, more than two chunks
+_SIZES = (3, 37, 2_500)
+# both round once, and not always to the same side; what they round differs in its last bits
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_OPTIONS = {
+    **dict.fromkeys(COMMON, 0.0),
+    # less than the norm
+    "max_grad_norm": 5.0,
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled_weight_decay": 1.0,
+}
+
+
+def try_engine(name: str, device_type: str) -> str | None:
+    """Why an engine is not to be used on this type of device; None if its step is the torch engine's."""
+    try:
+        found, expected = (_stepped(engine, device_type) for engine in (name, "torch"))
+    except Exception as error:  # every compiler and driver has errors of its own
+        return f"a step to try it out failed ({type(error).__name__}: {error})"
+    for a, b in zip(found, expected, strict=True):
+        tolerance = _TOLERANCES[a.dtype]
+        if not torch.allclose(a, b, rtol=tolerance, atol=tolerance):
+            off = float((a.double() - b.double()).abs().max())
+            return f"a step to try it out is off by {off:.2g} from plain tensor operations, in {a.dtype}"
+    return None
+
+
+# inference tensors cannot be written outside inference mode, so none is made here
+@torch.inference_mode(False)
+@torch.no_grad()
+def _stepped(engine: str, device_type: str) -> list[Tensor]:
+    """Parameters and states after a step, on the host."""
+    params, _, exp_avgs, exp_avg_sqs = lists = [_tensors(role, device_type) for role in range(4)]
+    settings = Settings("a trial", engine, spec=StepSpec(clips=True))
+    job = Job(Update(ADAM), settings, _OPTIONS)
+    Call(lists, job).step(lists, job, torch.tensor(2.0, device="cpu"))
+    return [t.cpu() for t in (*params, *exp_avgs, *exp_avg_sqs)]
+
+
+def _tensors(role: int, device_type: str) -> list[Tensor]:
+    """Numbers between 0 and 1, for every role others; the last of each dtype is not aligned."""
+    found = []
+    for dtype in _TOLERANCES:
+        for size in (*_SIZES, _SIZES[-1]):
+            numbers = torch.arange(role + 1, role + 1 + size, dtype=torch.float64, device="cpu")
+            found.append((numbers * 0.618 % 1).to(dtype).to(device_type))
+        found[-1] = found[-1][1:]
+    return found
