@@ -8,6 +8,7 @@ made for is made anew, by the plan.
 
 from __future__ import annotations
 
+from array import array
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -43,6 +44,8 @@ class Block:
         self._params = [row.param for row in rows]
         self._everything = [*range(len(rows))]
         self._numels, self._engine, self._states = numels, rows[0].engine, len(rows[0].program.states)
+        # elements in full chunks: those of aligned tensors are read and written sixteen bytes at a time
+        self._full = full_chunks(numels, self._engine)
         self._has_explicit_grads = any(row.explicit_grad is not None for row in rows)
         self._are_distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed = any(self._are_distributed)
@@ -53,6 +56,7 @@ class Block:
         self._is_settled = False
         # parameters and states of the rows that have started, if any has
         self._kept: Kept | None = None
+        self._kept_addresses: list[int] = []
         self._forget_grads()
 
     def _forget_grads(self) -> None:
@@ -66,11 +70,32 @@ class Block:
         """Write where everything is now; False if rows must be looked at one by one, and settled again."""
         grads = [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self._params)]
         parts = self._kept.look() if self._kept is not None else []
-        if not self._is_settled or parts is None or not self._place_grads(grads):
+        if not self._is_settled or parts is None:
+            return False
+        if self._kept is not None and self._kept.addresses != self._kept_addresses:
+            self._write_kept(self._kept)
+        if not self._place_grads(grads):
             return False
         if not self._engine.BY_ADDRESS:
             self._lend_tensors(parts)
         return True
+
+    def _write_kept(self, kept: Kept) -> None:
+        """Where the parameters and states of started rows are."""
+        addresses = kept.address_table()
+        for k, i in enumerate(self._started if self._has_staged else ()):
+            copy = self.rows[i].param_copy
+            if copy is not None:
+                addresses[k, _PARAM] = copy.data_ptr()
+        first_state = FIRST_POINTER + _GRAD + 1
+        self.cells[self._started, FIRST_POINTER + _PARAM] = addresses[:, 0]
+        self.cells[self._started, first_state : first_state + self._states] = addresses[:, 1:]
+        self._alignments = np.zeros(len(self.rows), np.int64)
+        self._alignments[self._started] = np.bitwise_or.reduce(addresses, axis=1)
+        self._kept_addresses = kept.addresses
+        # what is aligned now is written with the gradients
+        self._grad_addresses = self._grad_addresses and []
+        self.cells_changed = True
 
     def _place_grads(self, grads: list[Any]) -> bool:
         is_full = len(self.live) == len(grads) and not self._any_distributed
@@ -105,7 +130,7 @@ class Block:
         self.tensors = [columns[0], *self.tensors, *columns[1:]]
 
     def _switch(self, grads: list[Any]) -> bool:
-        """Switch on the rows that have a gradient, and the others off; False if one of these has not started."""
+        """Switch on the rows that have a gradient, and the others off; False if one of them has not started."""
         # not `None in grads`, which would compare tensors
         if any(map(is_, grads, repeat(None))):
             live = [*compress(self._everything, map(is_not, grads, repeat(None)))]
@@ -117,8 +142,10 @@ class Block:
             self.live = live
             self._forget_grads()
             self._check_grads = watch.Kinds([self.rows[i].checks[_GRAD] for i in live])
-            self.cells[:, LIVE] = self.cells[:, UNMASKED_NUMEL] = self.cells[:, NUMEL] = 0
-            self.cells[live, LIVE], self.cells[live, NUMEL] = 1, self._numels[live]
+            is_live = np.zeros(len(grads), np.int64)
+            is_live[live] = 1
+            self.cells[:, LIVE], self.cells[:, NUMEL] = is_live, is_live * self._numels
+            self.cells[:, UNMASKED_NUMEL] = 0
             self._grad_addresses = []
             self.cells_changed = True
         return True
@@ -138,14 +165,15 @@ class Block:
         return True
 
     def _write_grads(self, addresses: list[int]) -> None:
-        found = np.array(addresses, np.int64)
-        for at, i in enumerate(self.live if self._has_staged else ()):
-            copy = self.rows[i].grad_copy
-            if copy is not None:
+        # by way of an array, three times as fast as what numpy makes of a list
+        found = np.frombuffer(array("q", addresses), np.int64)
+        if self._has_staged:
+            copies = ((at, self.rows[i].grad_copy) for at, i in enumerate(self.live))
+            for at, copy in ((at, copy) for at, copy in copies if copy is not None):
                 found[at] = copy.data_ptr()
         live: Any = slice(None) if len(self.live) == len(self.rows) else self.live
-        unmasked = unmasked_numels(found | self._alignments[live], self._numels[live], self._engine.CHUNK)
-        self.cells[live, FIRST_POINTER + _GRAD], self.cells[live, UNMASKED_NUMEL] = found, unmasked
+        self.cells[live, FIRST_POINTER + _GRAD] = found
+        self.cells[live, UNMASKED_NUMEL] = np.where((found | self._alignments[live]) & 15, 0, self._full[live])
         self._grad_addresses = addresses
         self.cells_changed = True
 
@@ -158,14 +186,11 @@ class Block:
 
     def stale_rows(self) -> list[int]:
         """Rows that are not what they were made for. One that has no gradient now is made with its next one."""
-        stale = []
-        for i, row in enumerate(self.rows):
-            is_live = row.grad is not None
-            if row.started and not row.is_right():
+        kept_changed = self._kept is None or self._kept.look() is None
+        for row in self.rows:
+            if row.started and not (row.is_right() if kept_changed else row.takes(row.grad)):
                 row.started = False
-            if is_live and not row.started:
-                stale.append(i)
-        return stale
+        return [i for i, row in enumerate(self.rows) if not row.started and row.grad is not None]
 
     def settle(self) -> None:
         """Note the parameters and states of all started rows, and write where these are."""
@@ -173,18 +198,7 @@ class Block:
         self._started = [i for i, row in enumerate(self.rows) if row.started]
         rows = [self.rows[i] for i in self._started]
         self._has_staged, self._is_settled = any(row.staged for row in rows), True
-        kept = self._kept = Kept(rows) if rows else None
-        if kept is not None and self._engine.BY_ADDRESS:
-            addresses = kept.addresses()
-            for k, row in enumerate(rows if self._has_staged else ()):
-                if row.param_copy is not None:
-                    addresses[k, _PARAM] = row.param_copy.data_ptr()
-            self.cells[self._started, FIRST_POINTER + _PARAM] = addresses[:, 0]
-            first_state = FIRST_POINTER + _GRAD + 1
-            self.cells[self._started, first_state : first_state + self._states] = addresses[:, 1:]
-            self._alignments = np.zeros(len(self.rows), np.int64)
-            self._alignments[self._started] = np.bitwise_or.reduce(addresses, axis=1)
-            self.cells_changed = True
+        self._kept = Kept(rows) if rows else None
 
     # during a step
 
@@ -212,9 +226,8 @@ class Block:
             row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
 
 
-def unmasked_numels(alignments: np.ndarray, numels: np.ndarray, chunk: int) -> np.ndarray:
-    """Elements in full chunks of aligned tensors, which are read and written sixteen bytes at a time."""
-    return np.where(alignments & 15, 0, numels // chunk * chunk)
+def full_chunks(numels: np.ndarray, engine: Any) -> np.ndarray:
+    return numels // engine.CHUNK * engine.CHUNK if engine.BY_ADDRESS else numels
 
 
 class Bucket:
@@ -274,7 +287,10 @@ class Bucket:
         """Note and write where all tensors of rows are that have just been made."""
         for block in self.blocks:
             block.settle()
-            block.refresh()
+            if not block.refresh():
+                raise RuntimeError(
+                    "a parameter changed while its step was prepared; is another thread at work?"
+                )
 
     def release(self) -> None:
         for block in self.blocks:
@@ -283,7 +299,7 @@ class Bucket:
     def write_addresses(self, addresses: np.ndarray) -> None:
         """Where the tensors of all rows are, by slot, if somebody else has asked."""
         alignments = np.bitwise_or.reduce(addresses, axis=1)
-        self.cells[:, UNMASKED_NUMEL] = unmasked_numels(alignments, self.numels, self.engine.CHUNK)
+        self.cells[:, UNMASKED_NUMEL] = np.where(alignments & 15, 0, full_chunks(self.numels, self.engine))
         self.cells[:, FIRST_POINTER : FIRST_POINTER + addresses.shape[1]] = addresses
         self.note_upload(False)
 

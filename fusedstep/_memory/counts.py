@@ -46,30 +46,41 @@ class StepCounts:
         rows = {i: row for i, row in rows.items() if row.step is not self._views[i]}
         for row in rows.values():
             _check(row.step)
+        self._write({i: row.step for i, row in rows.items()})
         traced = is_traced()
-        # can be read without waiting for a device
-        known = {i: _is_number(row.step) or (_is_on_host(row.step) and not traced) for i, row in rows.items()}
-        self._write([(i, row.step, known[i]) for i, row in rows.items()])
         for i, row in rows.items():
             self._shared.pop(i, None)
             # in memory that other processes see too; all of a GPU could be
-            if known[i] and isinstance(row.step, Tensor) and row.step.is_shared():
+            if not traced and _is_on_host(row.step) and row.step.untyped_storage().is_shared():
                 _check_shared(row.step, row)
                 self._shared[i] = row.step
             else:
                 row.step = self._views[i]
 
-    def _write(self, counts: list[tuple[int, Any, bool]]) -> None:
-        numbers = [(i, float(count)) for i, count, is_known in counts if is_known]
+    def _write(self, counts: dict[int, Any]) -> None:
+        # a tensor of the host that goes to a device is read, as a number
+        is_elsewhere = self._device.type != "cpu" and not is_traced()
+        numbers = {
+            i: float(count)
+            for i, count in counts.items()
+            if not isinstance(count, Tensor) or (is_elsewhere and _is_on_host(count))
+        }
+        # rows may have exchanged their states, and so their views
+        ours = {*map(id, self._views)}
+        tensors = {
+            i: (count.clone() if id(count) in ours else count.detach()).reshape(())
+            for i, count in counts.items()
+            if i not in numbers
+        }
         if len(numbers) == len(self._views):
-            upload(np.array([number for _, number in numbers]), self.vector)
+            upload(np.array([numbers[i] for i in range(len(numbers))]), self.vector)
         elif numbers:
-            places, values = (torch.tensor(column, device="cpu") for column in zip(*numbers, strict=True))
+            places, values = (
+                torch.tensor(column, device="cpu") for column in zip(*numbers.items(), strict=True)
+            )
             self.vector[to_device(places, self._device)] = to_device(values.to(self.vector.dtype), self._device)
-        others = [(self._views[i], count.detach().reshape(())) for i, count, is_known in counts if not is_known]
-        if others:
-            views, found = ([*column] for column in zip(*others, strict=True))
-            torch._foreach_copy_(views, found, non_blocking=True)
+        if tensors:
+            torch._foreach_copy_([self._views[i] for i in tensors], [*tensors.values()], non_blocking=True)
 
     def fetch_shared(self) -> None:
         """Go on from what other processes have counted."""
@@ -85,10 +96,6 @@ class StepCounts:
         """Counts that other processes see: here, and there."""
         shared = self._shared
         return [self._views[i] for i in shared], [count.detach().view(()) for count in shared.values()]
-
-
-def _is_number(count: Any) -> bool:
-    return not isinstance(count, Tensor)
 
 
 def _is_on_host(count: Any) -> bool:

@@ -36,50 +36,46 @@ class Kept:
     def __init__(self, rows: list[Row]) -> None:
         program, self._by_address = rows[0].program, rows[0].engine.BY_ADDRESS
         self._params, self._states = [row.param for row in rows], [row.state for row in rows]
-        self._state_count = len(program.states)
         self._find_states = _finder([slot.name for slot in program.states])
         self._find_steps = _finder(["step"] if program.saves_step else [])
         distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
-        tensors, steps = self._find()
+        tensors = self._params + self._find_states(self._states)
         self._specs = [*map(shards.spec_of, tensors)] if self._any_distributed else []
         parts = parts_of(tensors, self._all_distributed) if self._any_distributed else tensors
-        # a count that is traced, or of a subclass, has no memory to ask for
-        self._asks_for_steps = all(map(watch.has_address, steps))
-        self._addresses = self._addresses_of(parts, steps)
+        self.addresses = [*map(watch.address, parts)] if self._by_address else []
         of_params, _, *of_states = zip(*(row.checks for row in rows), strict=True)
-        checks = [*of_params, *chain.from_iterable(zip(*of_states, strict=True))]
-        self._check = watch.Kinds(checks + watch.checks_of(steps))
-
-    def _find(self) -> tuple[list[Any], list[Any]]:
-        """All parameters, then the states of each row in turn; and all counts."""
-        return self._params + self._find_states(self._states), self._find_steps(self._states)
+        steps = self._find_steps(self._states)
+        # one that is traced, or of a subclass, has no memory of its own
+        self._asks_for_steps = all(map(watch.has_address, steps))
+        self._step_addresses = [*map(watch.address, steps)] if self._asks_for_steps else []
+        checks = [*of_params, *chain.from_iterable(zip(*of_states, strict=True)), *watch.checks_of(steps)]
+        self._check = watch.Kinds(checks)
 
     def look(self) -> list[Tensor] | None:
-        """All parameters, then the states of each row in turn, the parts that are here; None if anything is
-        not what or where it was.
+        """The parts that are here of all parameters, then of the states of each row in turn, and notes their
+        `addresses`. None if anything is not of the kind it was, or a row counts elsewhere.
         """
         try:
-            tensors, steps = self._find()
+            parts = tensors = self._params + self._find_states(self._states)
+            steps = self._find_steps(self._states)
         except KeyError:
             return None
-        parts = tensors
         if self._any_distributed:
             if not all(map(is_, map(shards.spec_of, tensors), self._specs)):
                 return None
             parts = parts_of(tensors, self._all_distributed)
-        if not self._check(parts + steps) or self._addresses_of(parts, steps) != self._addresses:
+        if not self._check(parts + steps):
             return None
+        if self._asks_for_steps and [*map(watch.address, steps)] != self._step_addresses:
+            return None
+        if self._by_address:
+            self.addresses = [*map(watch.address, parts)]
         return parts
 
-    def _addresses_of(self, parts: list[Tensor], steps: list[Tensor]) -> list[int]:
-        asked = chain(parts if self._by_address else (), steps if self._asks_for_steps else ())
-        return [*map(watch.address, asked)]
-
-    def addresses(self) -> np.ndarray:
-        """Of parameter and states: a row for each, a column for each slot."""
-        count = len(self._params)
-        found = np.array(self._addresses[: count * (1 + self._state_count)], np.int64)
+    def address_table(self) -> np.ndarray:
+        """Where parameters and states are: a row for each parameter, a column for each slot."""
+        count, found = len(self._params), np.array(self.addresses, np.int64)
         return np.concatenate((found[:count, None], found[count:].reshape(count, -1)), axis=1)
 
 

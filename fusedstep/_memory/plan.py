@@ -142,7 +142,6 @@ class Plan:
 
     # rows
 
-    @torch.no_grad()
     def _refresh_rows(self, optimizer: Any) -> bool:
         self._find_states(optimizer.state)
         changed = [(table, block) for table in self.tables for block in table.blocks if not block.refresh()]
@@ -150,6 +149,7 @@ class Plan:
             return False
         return not changed or self._settle(changed, optimizer)
 
+    @torch.no_grad()
     def _settle(self, changed: list[tuple[Table, Block]], optimizer: Any) -> bool:
         """Make rows anew where that is needed in these blocks, and note what all of their rows have."""
         if any(table.step_counts.has_lost(block.places) for table, block in changed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from .formats import Format, plain_format
 from .layout import dense_strides, empty_like, laid_like, lies_like
 from .shards import local
 
-_GRAD = 1
+_PARAM, _GRAD = range(2)
 
 
 class Settings(NamedTuple):
@@ -106,21 +106,26 @@ class Row:
 
     def is_right(self) -> bool:
         """Whether its tensors are of the kinds it was made for."""
-        is_distributed = shards.is_distributed(self.param)
-        for slot, (whole, check) in enumerate(zip(self.tensors(), self.checks, strict=True)):
-            if whole is None and slot == _GRAD:
-                continue
-            if not isinstance(whole, Tensor) or shards.is_distributed(whole) != is_distributed:
-                return False
-            if is_distributed and not shards.lies_alike(whole, self.param):
-                return False
-            if not check(local(whole)):
-                return False
-        return True
+        kept = zip((self.param, *self._states()), (self.checks[_PARAM], *self.checks[_GRAD + 1 :]), strict=True)
+        return all(self._is_like(t, check) for t, check in kept) and self.takes(self.grad)
+
+    def takes(self, grad: Any) -> bool:
+        """Whether there is no gradient, or one of the kind it was made for."""
+        return grad is None or self._is_like(grad, self.checks[_GRAD])
+
+    def _is_like(self, whole: Any, check: Callable[[Tensor], bool]) -> bool:
+        if not isinstance(whole, Tensor):
+            return False
+        if shards.is_distributed(self.param) or shards.is_distributed(whole):
+            return shards.lies_alike(whole, self.param) and check(local(whole))
+        return check(whole)
+
+    def _states(self) -> list[Any]:
+        return [self.state.get(slot.name) for slot in self.program.states]
 
     def tensors(self) -> list[Any]:
         """Parameter, gradient and states, in the order of the slots."""
-        return [self.param, self.grad, *(self.state.get(slot.name) for slot in self.program.states)]
+        return [self.param, self.grad, *self._states()]
 
     def local_tensors(self) -> list[Any]:
         """The parts of them that are here."""
