@@ -258,6 +258,8 @@ class Table:
         self.shared = self.measured, from_host(self.clip_ids, self.device)
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
+        # the same, where the host knows all of them and somebody keeps them up to date
+        self.host_options: np.ndarray | None = None
         self._make_steps()
 
     def buckets_with(self, k: int) -> list[Bucket]:
