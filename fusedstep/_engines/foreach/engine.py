@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..._algorithm.program import Sweep
 from .. import FOUND, LIVE, SCALE, SKIP, SKIPPED, Amp, is_capturing, is_traced
 from .resolve import Operation, Resolved
 from .scalars import Run, on_device, on_host, scale_of, varying
@@ -28,6 +31,8 @@ CHUNK = 1
 # of one slot, in one list; on the host they stay in the cache from one operation to the next
 _LIST_BYTES = 64 << 20
 _HOST_LIST_BYTES = 1 << 20
+
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 _varying = functools.cache(varying)
 
@@ -147,13 +152,12 @@ class Executable:
             if sweep.folds:
                 sums[:, bucket.first_row : bucket.first_row + len(bucket.rows)] = 0
             for part in self._parts(bucket, sweep):
-                resolved = Resolved(sweep, self._columns(part.rows, sweep.columns, dtype), dtype)
+                resolved = Resolved(sweep, self._columns(part, sweep, dtype), dtype)
                 folded = _run(resolved, part, bucket.program.slots, skip, sweep.clears)
-                for total, (_, kind), numbers in zip(sums, sweep.folds, folded, strict=True):
-                    terms = torch.stack([_folded(kind, t) for t in numbers]).to(total.dtype)
-                    before = total[part.rows]
+                for total, (_, kind), terms in zip(sums, sweep.folds, folded, strict=True):
+                    before, found = total[part.rows], torch.stack(terms).to(total.dtype)
                     # of a tensor that was cut there are several
-                    total[part.rows] = before + terms if kind == "sum" else torch.maximum(before, terms)
+                    total[part.rows] = before + found if kind == "sum" else torch.maximum(before, found)
 
     def _clear(self, k: int) -> None:
         for bucket in self._table.buckets_with(k):
@@ -161,58 +165,73 @@ class Executable:
                 for t in bucket.tensors[1]:
                     t.zero_()
 
-    def _columns(self, rows: list[int], columns: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
+    def _columns(self, part: _Part, sweep: Sweep, dtype: torch.dtype) -> list[Any]:
         """Each scalar of these rows: a number if that is the same for all of them, else one for each."""
+        if sweep.scalars is None or not part.rows:
+            return []
+        known = None if self._numbers is None else [self._numbers[i] for i in part.rows]
+        from_device: list[tuple[Tensor, ...]] = []
         found: list[Any] = []
-        on_device: list[tuple[Tensor, ...]] = []
-        for column in columns:
-            numbers = [math.nan] if self._numbers is None else [self._numbers[i][column] for i in rows]
-            if math.isnan(numbers[0]):
-                if not on_device:
-                    scalars = self._table.scalars[:, columns[0] : columns[-1] + 1].to(dtype)
-                    on_device = [scalars[i].unbind() for i in rows]
-                found.append([row[column - columns[0]] for row in on_device])
-            else:
-                same = all(number == numbers[0] for number in numbers)
-                found.append(numbers[0] if same else numbers)
+        for at, column in enumerate(sweep.columns):
+            if known is not None and not math.isnan(known[0][column]):
+                several = column in _varying(sweep.scalars) and len(known) > 1
+                found.append([row[column] for row in known] if several else known[0][column])
+                continue
+            if not from_device:
+                scalars = self._table.scalars[:, sweep.columns[0] : sweep.columns[-1] + 1].to(dtype)
+                from_device = [scalars[i].unbind() for i in part.rows]
+            found.append([row[at] for row in from_device])
         return found
 
-    def _parts(self, bucket: Any, sweep: Any) -> Iterator[_Part]:
+    def _keys(self, bucket: Any, sweep: Sweep) -> Sequence[Any]:
+        """Of every live row something that is the same for those with the same numbers, sums aside."""
+        if self._numbers is None or sweep.scalars is None:
+            return [0] * len(bucket.live)
+        rows = [self._numbers[bucket.first_row + i] for i in bucket.live]
+        apart = _varying(sweep.scalars)
+        columns = [c for c in sweep.columns if c not in apart and rows and not math.isnan(rows[0][c])]
+        return [*map(itemgetter(*columns), rows)] if columns else [0] * len(rows)
+
+    def _parts(self, bucket: Any, sweep: Sweep) -> Iterator[_Part]:
         """The live rows of a bucket, in lists of bounded size."""
-        traced = is_traced()
         limit = _HOST_LIST_BYTES if self._is_host else _LIST_BYTES
-        shared = [c for c in sweep.columns if sweep.scalars and c not in _varying(sweep.scalars)]
-        lists: dict[tuple, list[int]] = {}
-        for i, p in enumerate(bucket.tensors[0]):
-            row = bucket.first_row + bucket.live[i]
-            slots = [tensors[i] for tensors in bucket.tensors]
-            if traced or not all(type(t) in (Tensor, torch.nn.Parameter) for t in slots):
+        first, live, slots = bucket.first_row, bucket.live, bucket.tensors
+        sizes = [t.nbytes for t in slots[0]]
+        odd = _odd_places(slots)
+        lists: dict[Any, list[int]] = {}
+        for i, key in enumerate(self._keys(bucket, sweep)):
+            if i in odd:
                 # a subclass need not know operations on lists
-                yield _Part([row], [[t] for t in slots], plain=False)
-            elif p.nbytes > limit and all(t.is_contiguous() and not t.is_complex() for t in slots):
-                length = limit // p.itemsize
-                for pieces in zip(*(t.detach().view(-1).split(length) for t in slots), strict=True):
-                    yield _Part([row], [[t] for t in pieces], plain=True)
+                yield _Part([first + live[i]], [[tensors[i]] for tensors in slots], plain=False)
+            elif sizes[i] > limit and all(t[i].is_contiguous() and not t[i].is_complex() for t in slots):
+                length = limit // slots[0][i].itemsize
+                for pieces in zip(*(t[i].detach().view(-1).split(length) for t in slots), strict=True):
+                    yield _Part([first + live[i]], [[t] for t in pieces], plain=True)
             else:
-                numbers = () if self._numbers is None else tuple(self._numbers[row][c] for c in shared)
-                lists.setdefault(numbers, []).append(i)
-        for same in lists.values():
-            for part in _bounded(same, bucket.tensors[0], limit):
-                rows = [bucket.first_row + bucket.live[i] for i in part]
-                yield _Part(rows, [[tensors[i] for i in part] for tensors in bucket.tensors], plain=True)
+                lists.setdefault(key, []).append(i)
+        for places in lists.values():
+            for part in _bounded(places, sizes, limit):
+                rows = [first + live[i] for i in part]
+                yield _Part(rows, [[tensors[i] for i in part] for tensors in slots], plain=True)
 
 
-def _bounded(places: list[int], tensors: list[Tensor], limit: int) -> Iterator[list[int]]:
-    part: list[int] = []
-    size = 0
-    for i in places:
-        if part and size + tensors[i].nbytes > limit:
-            yield part
-            part, size = [], 0
-        part.append(i)
-        size += tensors[i].nbytes
-    if part:
-        yield part
+def _odd_places(slots: list[list[Tensor]]) -> Collection[int]:
+    """Where tensors are traced, or are more than plain ones."""
+    if is_traced():
+        return range(len(slots[0]))
+    if {*map(type, chain.from_iterable(slots))} <= _PLAIN:
+        return ()
+    return {i for tensors in slots for i, t in enumerate(tensors) if type(t) not in _PLAIN}
+
+
+def _bounded(places: list[int], sizes: list[int], limit: int) -> Iterator[list[int]]:
+    start, total = 0, 0
+    for at, i in enumerate(places):
+        if total + sizes[i] > limit and at > start:
+            yield places[start:at]
+            start, total = at, 0
+        total += sizes[i]
+    yield places[start:]
 
 
 class _Loaded(NamedTuple):
@@ -223,14 +242,16 @@ class _Loaded(NamedTuple):
 
 
 def _load(tensors: list[Tensor], dtype: torch.dtype) -> _Loaded:
-    in_place = not any(t.is_conj() or t.is_neg() for t in tensors)
-    real = [*map(_real, tensors)]
-    if all(t.dtype == dtype for t in real):
-        return _Loaded(real, in_place)
-    return _Loaded([t.to(dtype) for t in real], False)
+    in_place = not any(map(Tensor.is_neg, tensors))
+    if not in_place or any(map(Tensor.is_complex, tensors)):
+        in_place = in_place and not any(map(Tensor.is_conj, tensors))
+        tensors = [*map(_real, tensors)]
+    if tensors[0].dtype == dtype:
+        return _Loaded([*tensors], in_place)
+    return _Loaded([t.to(dtype) for t in tensors], False)
 
 
-def _run(resolved: Resolved, part: _Part, slots: tuple, skip: Tensor | None, clears: bool) -> list[list[Any]]:
+def _run(resolved: Resolved, part: _Part, slots: tuple, skip: Tensor | None, clears: bool) -> list[list[Tensor]]:
     """One sweep over one list; returns what it sums. `skip`, if not None, is known to the device alone."""
     loaded: dict[int, _Loaded] = {}
     stored = [slot for slot, _ in resolved.stores]
@@ -262,7 +283,7 @@ def _run(resolved: Resolved, part: _Part, slots: tuple, skip: Tensor | None, cle
             # gradients that are unscaled: autograd is not told, as by torch's fused optimizers
             tensors = [t.data for t in tensors] if slots[slot].letter == "g" else tensors
             _store(tensors, numbers, skip, part.plain)
-    return [result(x) for _, x in resolved.folds]
+    return [_folded(kind, result(x), part.plain) for kind, x in resolved.folds]
 
 
 def _store(tensors: list[Tensor], numbers: list[Any], skip: Tensor | None, plain: bool) -> None:
@@ -288,12 +309,17 @@ def _store_one(t: Tensor, new: Any, skip: Tensor | None) -> None:
         t.copy_(torch.view_as_complex(target) if t.is_complex() else target)
 
 
-def _folded(kind: str, term: Tensor) -> Tensor:
-    exact = torch.float64 if term.device.type != "mps" else term.dtype
+def _folded(kind: str, terms: list[Tensor], plain: bool) -> list[Tensor]:
+    # mps has no float64
+    exact = torch.float64 if terms[0].device.type != "mps" else torch.float32
+    if kind == "squares" and plain:
+        return [*torch._foreach_pow(torch._foreach_norm(terms, 2, dtype=exact), 2)]
+    if kind == "squares":
+        return [(t * t).sum(dtype=exact) for t in terms]
     if kind == "sum":
-        return term.sum(dtype=exact)
+        return [t.sum(dtype=exact) for t in terms]
     # of nothing there is no largest; no branch: ranks in one process may have other numbers of elements
-    return torch.cat((term.to(exact).flatten(), term.new_zeros(1, dtype=exact))).amax()
+    return [torch.cat((t.to(exact).flatten(), t.new_zeros(1, dtype=exact))).amax() for t in terms]
 
 
 def _real(t: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Resolved:
             found = [arg if isinstance(arg, float) else values[arg] for arg in args]
             values.append(_simplified(op, found, dtype))
         self.stores = [(slot, values[number]) for slot, number in sweep.stores]
-        self.folds = [(kind, values[number]) for number, kind in sweep.folds]
+        self.folds = [_fold(kind, values[number]) for number, kind in sweep.folds]
         self.dtype = dtype
         self._results = {x for _, x in (*self.stores, *self.folds) if isinstance(x, Operation)}
         needed = set(self._results)
@@ -103,6 +103,12 @@ def _fused(a: Any, b: Any, c: Any) -> Operation:
         if isinstance(a, Operation) and a.op == "mul" and _is_numbers(a.args[0]):
             return Operation("addcmul", [c, a.args[1], b, a.args[0]])
     return Operation("fma", [a, b, c])
+
+
+def _fold(kind: str, x: Any) -> tuple[str, Any]:
+    if kind == "sum" and isinstance(x, Operation) and x.op == "mul" and x.args[0] is x.args[1]:
+        return "squares", x.args[0]
+    return kind, x
 
 
 def _of_scalars(op: str, args: list[Any], dtype: torch.dtype) -> Any:
