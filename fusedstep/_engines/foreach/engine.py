@@ -30,7 +30,7 @@ BY_ADDRESS = False
 CHUNK = 1
 # of one slot, in one list; on the host they stay in the cache from one operation to the next
 _LIST_BYTES = 64 << 20
-_HOST_LIST_BYTES = 1 << 20
+_HOST_LIST_BYTES = 4 << 20
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -46,8 +46,12 @@ def bind(table: Any) -> Executable:
 
 
 class _Part(NamedTuple):
-    """Tensors that are stepped together: their rows in the table, and each slot of them."""
+    """Tensors that are stepped together: their rows in the table, and each slot of them.
 
+    Those with the same `key` have the same numbers.
+    """
+
+    key: Any
     rows: list[int]
     tensors: list[list[Tensor]]
     plain: bool
@@ -147,17 +151,28 @@ class Executable:
                 return
             skip = None
         for bucket in table.buckets_with(k):
-            sweep, dtype = bucket.program.sweeps[k], bucket.compute_dtype
-            sums = table.sums[sweep.first_fold : sweep.first_fold + len(sweep.folds)]
-            if sweep.folds:
-                sums[:, bucket.first_row : bucket.first_row + len(bucket.rows)] = 0
-            for part in self._parts(bucket, sweep):
-                resolved = Resolved(sweep, self._columns(part, sweep, dtype), dtype)
-                folded = _run(resolved, part, bucket.program.slots, skip, sweep.clears)
-                for total, (_, kind), terms in zip(sums, sweep.folds, folded, strict=True):
-                    before, found = total[part.rows], torch.stack(terms).to(total.dtype)
-                    # of a tensor that was cut there are several
-                    total[part.rows] = before + found if kind == "sum" else torch.maximum(before, found)
+            self._sweep(bucket, bucket.program.sweeps[k], skip)
+
+    def _sweep(self, bucket: Any, sweep: Sweep, skip: Tensor | None) -> None:
+        # of every sum and row; several terms where a tensor was cut
+        terms: list[dict[int, list[Tensor]]] = [{} for _ in sweep.folds]
+        resolved: dict[Any, Resolved] = {}
+        for part in self._parts(bucket, sweep):
+            if part.key not in resolved:
+                columns = self._columns(part.rows, sweep, bucket.compute_dtype)
+                resolved[part.key] = Resolved(sweep, columns, bucket.compute_dtype)
+            folded = _run(resolved[part.key], part, bucket.program.slots, skip, sweep.clears)
+            for of_rows, found in zip(terms, folded, strict=True):
+                for row, term in zip(part.rows, found, strict=True):
+                    of_rows.setdefault(row, []).append(term)
+        sums = self._table.sums[sweep.first_fold : sweep.first_fold + len(sweep.folds)]
+        if sweep.folds:
+            sums[:, bucket.first_row : bucket.first_row + len(bucket.rows)] = 0
+        for total, (_, kind), of_rows in zip(sums, sweep.folds, terms, strict=True):
+            if of_rows:
+                fold = torch.sum if kind == "sum" else torch.amax
+                found = [x[0] if len(x) == 1 else fold(torch.stack(x)) for x in of_rows.values()]
+                total[[*of_rows]] = torch.stack(found).to(total.dtype)
 
     def _clear(self, k: int) -> None:
         for bucket in self._table.buckets_with(k):
@@ -165,11 +180,11 @@ class Executable:
                 for t in bucket.tensors[1]:
                     t.zero_()
 
-    def _columns(self, part: _Part, sweep: Sweep, dtype: torch.dtype) -> list[Any]:
+    def _columns(self, rows: list[int], sweep: Sweep, dtype: torch.dtype) -> list[Any]:
         """Each scalar of these rows: a number if that is the same for all of them, else one for each."""
-        if sweep.scalars is None or not part.rows:
+        if sweep.scalars is None:
             return []
-        known = None if self._numbers is None else [self._numbers[i] for i in part.rows]
+        known = None if self._numbers is None else [self._numbers[i] for i in rows]
         from_device: list[tuple[Tensor, ...]] = []
         found: list[Any] = []
         for at, column in enumerate(sweep.columns):
@@ -179,40 +194,55 @@ class Executable:
                 continue
             if not from_device:
                 scalars = self._table.scalars[:, sweep.columns[0] : sweep.columns[-1] + 1].to(dtype)
-                from_device = [scalars[i].unbind() for i in part.rows]
+                from_device = [scalars[i].unbind() for i in rows]
             found.append([row[at] for row in from_device])
         return found
 
     def _keys(self, bucket: Any, sweep: Sweep) -> Sequence[Any]:
         """Of every live row something that is the same for those with the same numbers, sums aside."""
         if self._numbers is None or sweep.scalars is None:
-            return [0] * len(bucket.live)
+            return [()] * len(bucket.live)
         rows = [self._numbers[bucket.first_row + i] for i in bucket.live]
         apart = _varying(sweep.scalars)
         columns = [c for c in sweep.columns if c not in apart and rows and not math.isnan(rows[0][c])]
-        return [*map(itemgetter(*columns), rows)] if columns else [0] * len(rows)
+        return [*map(itemgetter(*columns), rows)] if columns else [()] * len(rows)
 
     def _parts(self, bucket: Any, sweep: Sweep) -> Iterator[_Part]:
         """The live rows of a bucket, in lists of bounded size."""
         limit = _HOST_LIST_BYTES if self._is_host else _LIST_BYTES
-        first, live, slots = bucket.first_row, bucket.live, bucket.tensors
+        slots, rows = bucket.tensors, [bucket.first_row + i for i in bucket.live]
+        # whether a list has more than the numbers that its rows have in common
+        apart = not self._knows_all(rows, sweep)
         sizes = [t.nbytes for t in slots[0]]
         odd = _odd_places(slots)
         lists: dict[Any, list[int]] = {}
         for i, key in enumerate(self._keys(bucket, sweep)):
             if i in odd:
                 # a subclass need not know operations on lists
-                yield _Part([first + live[i]], [[tensors[i]] for tensors in slots], plain=False)
+                yield _Part(("odd", rows[i]), [rows[i]], [[tensors[i]] for tensors in slots], plain=False)
             elif sizes[i] > limit and all(t[i].is_contiguous() and not t[i].is_complex() for t in slots):
                 length = limit // slots[0][i].itemsize
                 for pieces in zip(*(t[i].detach().view(-1).split(length) for t in slots), strict=True):
-                    yield _Part([first + live[i]], [[t] for t in pieces], plain=True)
+                    yield _Part((key, rows[i] if apart else ()), [rows[i]], [[t] for t in pieces], plain=True)
             else:
                 lists.setdefault(key, []).append(i)
-        for places in lists.values():
+        for key, places in lists.items():
             for part in _bounded(places, sizes, limit):
-                rows = [first + live[i] for i in part]
-                yield _Part(rows, [[tensors[i] for i in part] for tensors in slots], plain=True)
+                of_part = [rows[i] for i in part]
+                yield _Part(
+                    (key, (*of_part,) if apart else ()),
+                    of_part,
+                    [[tensors[i] for i in part] for tensors in slots],
+                    plain=True,
+                )
+
+    def _knows_all(self, rows: list[int], sweep: Sweep) -> bool:
+        """Whether all numbers of a sweep are known here, and none depends on sums."""
+        if self._numbers is None or sweep.scalars is None or not rows:
+            return False
+        first = self._numbers[rows[0]]
+        apart = _varying(sweep.scalars)
+        return not any(c in apart or math.isnan(first[c]) for c in sweep.columns)
 
 
 def _odd_places(slots: list[list[Tensor]]) -> Collection[int]:
