@@ -131,9 +131,7 @@ def on_lists(op: str, args: list[Any], free: list[bool], dtype: torch.dtype) -> 
         if is_number and args[1][0].is_cpu:
             # both in one pass, which there is no operation on lists for
             offset = torch.tensor(args[2], dtype=dtype)
-            return [
-                torch.add(offset, t, alpha=args[0], **({"out": t} if free[1] else {})) for t in args[1]
-            ]
+            return [torch.add(offset, t, alpha=args[0], **({"out": t} if free[1] else {})) for t in args[1]]
         if is_number:
             return _call("add", [_call("mul", args[1::-1], free[1]), args[2]], True)
     if op == "fma" and _is_numbers(args[0]) and tensors[1:] == [True, True]:
