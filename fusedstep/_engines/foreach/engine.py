@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Sweep
-from .. import FOUND, LIVE, SCALE, SKIP, SKIPPED, Amp, is_capturing, is_traced
+from .. import FOUND, LIVE, SCALE, SKIP, SKIPPED, Amp, is_capturing, is_traced, to_device
 from .resolve import Operation, Resolved
 from .scalars import Run, on_device, on_host, scale_of, varying
 
@@ -174,7 +174,8 @@ class Executable:
             if of_rows:
                 fold = torch.sum if kind == "sum" else torch.amax
                 found = [x[0] if len(x) == 1 else fold(torch.stack(x)) for x in of_rows.values()]
-                total[[*of_rows]] = torch.stack(found).to(total.dtype)
+                rows = to_device(torch.tensor([*of_rows], device="cpu"), total.device)
+                total.index_copy_(0, rows, torch.stack(found).to(total.dtype))
 
     def _clear(self, k: int) -> None:
         for bucket in self._table.buckets_with(k):

@@ -28,7 +28,8 @@ class Run(NamedTuple):
 def on_device(table: Any, run: Run, amp: Amp) -> Tensor | None:
     """Computes them into the table; where that is decided, returns what is not 0 if the step is skipped."""
     scalars, rows = run.scalars, slice(run.first, run.end)
-    options, steps = table.options[table.cells[rows, GROUP]], table.steps[rows]
+    # not by an index: that starts all threads, which may take milliseconds
+    options, steps = table.options.index_select(0, table.cells[rows, GROUP]), table.steps[rows]
     decides = scalars.skip is not None
     exact = table.scalars.dtype
     found_inf = table.scalars.new_zeros(()) if amp.found_inf is None else amp.found_inf.reshape(()).to(exact)
