@@ -31,8 +31,6 @@ CHUNK = 1
 # of one slot, in one list; on the host they stay in the cache from one operation to the next
 _LIST_BYTES = 64 << 20
 _HOST_LIST_BYTES = 4 << 20
-# elements whose squares are added up in float32
-_ROW = 1024
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -347,8 +345,6 @@ def _store_one(t: Tensor, new: Any, skip: Tensor | None) -> None:
 def _folded(kind: str, terms: list[Tensor], plain: bool) -> list[Tensor]:
     # mps has no float64
     exact = torch.float64 if terms[0].device.type != "mps" else torch.float32
-    if kind == "squares" and plain and len(terms) == 1 and terms[0].is_cpu and terms[0].numel() >= 64 * _ROW:
-        return [_sum_of_squares(terms[0])]
     if kind == "squares" and plain:
         return [*torch._foreach_pow(torch._foreach_norm(terms, 2, dtype=exact), 2)]
     if kind == "squares":
@@ -357,16 +353,6 @@ def _folded(kind: str, terms: list[Tensor], plain: bool) -> list[Tensor]:
         return [t.sum(dtype=exact) for t in terms]
     # of nothing there is no largest; no branch: ranks in one process may have other numbers of elements
     return [torch.cat((t.to(exact).flatten(), t.new_zeros(1, dtype=exact))).amax() for t in terms]
-
-
-def _sum_of_squares(t: Tensor) -> Tensor:
-    """Short rows in float32 and their sum in float64: three times as fast as all in float64."""
-    if t.dtype == torch.float32 and t.is_contiguous() and t.numel() % _ROW == 0:
-        found = torch.linalg.vector_norm(t.view(-1, _ROW), dim=1).double().square().sum()
-        # elsewhere squares may have vanished or overflowed
-        if 1e-20 < float(found) < 1e30:
-            return found
-    return torch.linalg.vector_norm(t, dtype=torch.float64).square()
 
 
 def _real(t: Tensor) -> Tensor:
