@@ -346,7 +346,6 @@ class _Call:
         for row in rows:
             row.commit(Memory({}, {}))
         for bucket, _ in self._buckets:
-            bucket.switch_rows()
             bucket.refresh()
         copies = self._moved or any(
             bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets

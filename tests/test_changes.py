@@ -299,6 +299,42 @@ def set_options(**options):
     return lambda p, optimizer: optimizer.param_groups[0].update(options)
 
 
+def swap(p):
+    other = torch.nn.Parameter(p.detach().t() * 2)
+    other.grad = p.grad.t() * 2
+    torch.utils.swap_tensors(p, other)
+
+
+def free_and_refill(t):
+    storage, kept = t.untyped_storage(), t.clone()
+    size = storage.nbytes()
+    storage.resize_(0)
+    # something else gets the memory meanwhile
+    other = torch.full((size,), 7, dtype=torch.uint8)
+    storage.resize_(size)
+    t.data.copy_(kept)
+    del other
+
+
+@torch.no_grad()
+def set_into_larger(t, owner=None):
+    larger = torch.zeros(100)
+    larger[3:39] = t.reshape(-1)
+    t = t if owner is None else owner
+    t.set_(larger.untyped_storage(), 3, (6, 6), (6, 1))
+
+
+def to_and_fro(t):
+    t.data = t.data.double()
+    t.data = t.data.float()
+
+
+def turn_amsgrad_on(p, optimizer):
+    optimizer.param_groups[0]["amsgrad"] = True
+    # torch.optim does not make one
+    optimizer.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)
+
+
 # what a step must notice: each is done to a parameter, with what torch.optim then does as the measure
 MUTATIONS = {
     "parameter shrunk in place": shrink,
@@ -311,6 +347,24 @@ MUTATIONS = {
     "count given other memory": lambda p, o: setattr(o.state[p]["step"], "data", torch.tensor(100.0)),
     # what torch.multiprocessing does to all it sends: their memory is freed
     "everything shared": lambda p, o: [t.share_memory_() for t in (p.data, p.grad, *o.state[p].values())],
+    "parameter and gradient swapped": lambda p, o: swap(p),
+    "state swapped": lambda p, o: torch.utils.swap_tensors(o.state[p]["exp_avg"], torch.ones(6, 6)),
+    "parameter's storage made larger": lambda p, o: p.data.untyped_storage().resize_(1 << 20),
+    "parameter's storage freed and made again": lambda p, o: free_and_refill(p.data),
+    "gradient's storage freed and made again": lambda p, o: free_and_refill(p.grad),
+    "state's storage freed and made again": lambda p, o: free_and_refill(o.state[p]["exp_avg_sq"]),
+    "parameter set into a larger storage": lambda p, o: set_into_larger(p.data, p),
+    "state set into a larger storage": lambda p, o: set_into_larger(o.state[p]["exp_avg"]),
+    "gradient set into a larger storage": lambda p, o: set_into_larger(p.grad),
+    "state to another dtype and back": lambda p, o: to_and_fro(o.state[p]["exp_avg"]),
+    "count to another dtype and back": lambda p, o: to_and_fro(o.state[p]["step"]),
+    "parameter to another dtype and back": lambda p, o: to_and_fro(p),
+    "gradient to another dtype and back": lambda p, o: to_and_fro(p.grad),
+    "parameter frozen": lambda p, o: p.requires_grad_(False),
+    "states replaced": lambda p, o: o.state.update({p: {k: v.clone() for k, v in o.state[p].items()}}),
+    "state dict replaced": lambda p, o: setattr(o, "state", type(o.state)(dict, {p: dict(o.state[p])})),
+    "state loaded": lambda p, o: o.load_state_dict(o.state_dict()),
+    "amsgrad turned on": lambda p, o: turn_amsgrad_on(p, o),
     "gradient negated lazily": lambda p, o: setattr(p, "grad", torch._neg_view(p.grad)),
     "learning rate made a tensor": lambda p, o: set_options(lr=torch.tensor(0.1))(p, o),
     "parameters made a tuple": lambda p, o: set_options(params=(p,))(p, o),

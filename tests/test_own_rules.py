@@ -90,6 +90,22 @@ def test_arguments_and_results_of_a_rule_are_checked():
         compile_step(make_rule(lambda p, g, *, lr: p, {}))
 
 
+def test_a_rule_may_be_a_lambda_and_ignore_its_gradient(engine):
+    from fusedstep._torch.optimizer import Optimizer
+
+    class Decay(Optimizer):
+        lr: float = 0.5
+        rules = (make_rule(lambda p, g, *, lr: (p - lr * p,), {}),)
+
+    p = torch.nn.Parameter(torch.tensor([4.0, -2.0, 0.0]))
+    p.grad = torch.ones(3)
+    optimizer = Decay([p], engine=engine)
+    optimizer.step()
+    optimizer.step(zero_grad=True, set_to_none=False)
+    assert torch.equal(p.detach(), torch.tensor([1.0, -0.5, 0.0]))
+    assert torch.equal(p.grad, torch.zeros(3))
+
+
 def test_an_option_that_no_argument_declares_is_refused_when_the_class_is_made():
     from fusedstep._torch.optimizer import Optimizer
 

@@ -308,8 +308,8 @@ def _through_reports(value: Any) -> Any:
     return _through_reports(value.args[0]) if isinstance(value, Value) and value.op == "report" else value
 
 
-def _reachable(roots: Iterable[Any], op: str) -> list[Value]:
-    """All values of this operation that `roots` are made of, each once."""
+def _reachable(roots: Iterable[Any], op: str | None = None) -> list[Value]:
+    """All values that `roots` are made of, or those of an operation, each once."""
     seen: set[Value] = set()
     found: list[Value] = []
 
@@ -318,7 +318,7 @@ def _reachable(roots: Iterable[Any], op: str) -> list[Value]:
             seen.add(value)
             for arg in value.args:
                 visit(arg)
-            if value.op == op:
+            if op is None or value.op == op:
                 found.append(value)
 
     for root in roots:
@@ -332,6 +332,8 @@ class _Cut:
     def __init__(self, graph: _Graph, spec: StepSpec, lossy: frozenset[str], letters: list[str]) -> None:
         self._letters = letters
         roots = [*graph.stores.values(), *graph.folds.values(), graph.skip]
+        # columns are in the order of the graph, however it is cut: programs may then share their scalars
+        self._order = {value: i for i, value in enumerate(_reachable(roots))}
         # those that all programs of an optimizer have come first: their sums are added up over all of them
         self._folds = [*dict.fromkeys([*graph.folds.values(), *_reachable(roots, "fold")])]
         self._fold_in = {fold: fold.args[0].level for fold in self._folds}
@@ -347,7 +349,9 @@ class _Cut:
         while later := self._later_folds(named):
             self._fold_in |= later
         self._grad_store = graph.stores.get("g")
-        self._grad_store_in = max(k for k in range(self.last + 1) if ("load", "g") in self._code(k).leaves)
+        reading = [k for k in range(self.last + 1) if ("load", "g") in self._code(k).leaves]
+        # a rule may ignore its gradient
+        self._grad_store_in = max(reading, default=self.last)
 
     def _needed_again(self) -> list[str]:
         """Letters whose old value a sweep needs after an earlier one has overwritten it."""
@@ -396,7 +400,8 @@ class _Cut:
             return None if value.per_element or value.op in _EXACT else ("column", value)
 
         def rank(at: Leaf) -> int:
-            return self._letters.index(at[1]) if at[0] == "load" else len(self._letters)
+            kind, what = at
+            return self._letters.index(what) if kind == "load" else len(self._letters) + self._order[what]
 
         return _linear(self._roots(k) if roots is None else roots, leaf, rank)
 

@@ -101,10 +101,7 @@ def choose(roles: Sequence[Tensor], requested: str | None) -> Engine:
     engine, problem = load(requested or default, p.device.type)
     odd = next((t for t in roles if not is_plain(t)), None)
     if problem is None and engine.BY_ADDRESS and is_watched() and (is_traced() or not is_plain(torch.empty(0))):
-        problem = (
-            "operations are traced, or a dispatch mode makes other tensors of them (make_fx, torch.export, "
-        )
-        problem += "FakeTensorMode, LocalTensorMode, ...)"
+        problem = "a dispatch mode traces operations, or makes other tensors (make_fx, LocalTensorMode, ...)"
     if problem is None and engine.BY_ADDRESS and odd is not None:
         if requested is None:
             return load("torch", p.device.type)[0]

@@ -82,10 +82,12 @@ def _numbers(name: str, option: Any, group: int, count: int) -> Iterable[float |
     """The numbers in a group's option: one, or a pair; a tensor on a device stays a tensor."""
     if count > 1 and not (is_sequence(option) and len(option) == count):
         raise ValueError(f"group {group} has {name}={option!r}; two numbers are needed")
-    stays = is_traced()
     for value in option if count > 1 else (option,):
+        if type(value) is float:  # mostly
+            yield value
+            continue
         try:
-            if isinstance(value, Tensor) and value.numel() == 1 and (value.device.type != "cpu" or stays):
+            if isinstance(value, Tensor) and value.numel() == 1 and (not value.is_cpu or is_traced()):
                 yield value.detach().reshape(())
             else:
                 # plus 0: a string is no number, though float() would read it

@@ -92,6 +92,7 @@ class Plan:
                 row.commit(memory)
         self._copy_tensor_options()
         self._states: list[dict] = []
+        self._state_keys: list[Tensor] = []
         if not self._refresh_rows(optimizer):
             raise RuntimeError("a parameter changed while its step was prepared; is another thread at work?")
 
@@ -110,20 +111,19 @@ class Plan:
         if settings.spec != self._settings.spec and settings.spec.needs_sums:
             return {}
         self._find_states(optimizer.state)
-        rows = (row for table in self.tables for row in table.rows)
-        return {id(row.param): row for row in rows if row.started and row.grad is not None and row.is_right()}
+        rows = (row for table in self.tables for row in table.rows if row.started and row.grad is not None)
+        return {id(row.param): row for row in rows if row.is_right()}
 
     def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
         """Bring everything up to date; False if another plan is needed."""
         if spec != self.spec or is_watched() != self._watched or optimizer.norm_group is not self._norm_group:
             return False
-        with torch.inference_mode(False), torch.no_grad():
-            return (
-                self._has_members(optimizer.param_groups)
-                and self._refresh_options(optimizer)
-                and not any(p.grad is not None for p in self._frozen)
-                and self._refresh_rows(optimizer)
-            )
+        return (
+            self._has_members(optimizer.param_groups)
+            and self._refresh_options(optimizer)
+            and not any(p.grad is not None for p in self._frozen)
+            and self._refresh_rows(optimizer)
+        )
 
     def _has_members(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups have the parameters they had."""
@@ -134,6 +134,7 @@ class Plan:
 
     # rows
 
+    @torch.no_grad()
     def _refresh_rows(self, optimizer: Any) -> bool:
         if any(table.steps_have_moved() for table in self.tables):
             return False
@@ -161,12 +162,11 @@ class Plan:
 
     def _refresh_bucket(self, table: Table, bucket: Bucket) -> list[int]:
         """Rows that have to be made again."""
-        stale = bucket.switch_rows()
+        stale = bucket.refresh()
         if not stale:
             counted_elsewhere = bucket.rows_with_other_steps()
             if counted_elsewhere:
                 table.adopt_steps(bucket, counted_elsewhere)
-            stale = bucket.refresh()
         return stale
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
@@ -174,14 +174,17 @@ class Plan:
 
     def _find_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Follow state dicts that were replaced."""
-        if len(state) == len(self._states) and all(map(is_, state.values(), self._states)):
+        same_keys = len(state) == len(self._state_keys) and all(map(is_, state, self._state_keys))
+        if same_keys and all(map(is_, state.values(), self._states)):
             return
         for table in self.tables:
             for row in table.rows:
                 found = state.get(row.param)
                 if found is not row.state and (found is not None or row.state):
                     row.state = {} if found is None else found
-        self._states = [*state.values()]
+            for bucket in table.buckets:
+                bucket.record()
+        self._states, self._state_keys = [*state.values()], [*state]
 
     # options
 

@@ -102,7 +102,9 @@ class Row:
         return same and self.table_key == other.table_key and self.numel == other.numel
 
     def is_right(self) -> bool:
-        """Whether its tensors are still of the kinds it was made for."""
+        """Whether it counts in its state, and its tensors are still of the kinds it was made for."""
+        if self.program.saves_step and self.state.get("step") is not self.step:
+            return False
         pairs = zip(self.checks, self.local_tensors(), strict=True)
         return all(check is not None and isinstance(t, Tensor) and check(t) for check, t in pairs)
 

@@ -45,6 +45,12 @@ def like(part: Tensor, p: Any) -> Tensor:
     return DTensor(part, DTensorSpec(p.device_mesh, p.placements, meta), requires_grad=False)
 
 
+def spec_of(t: Any) -> Any:
+    """An object that says how a tensor is distributed: two tensors with the same one are so in the same way."""
+    # private; where DTensors have none, an object of its own, and placements are compared: 3 us instead of 0.05
+    return getattr(t, "_spec", t)
+
+
 def lies_alike(a: Any, b: Any) -> bool:
     """Whether two tensors are distributed in the same way."""
     if not is_distributed(a) or not is_distributed(b):
@@ -138,6 +144,12 @@ class ReduceGroup(NamedTuple):
     ranks: Ranks
     # in the same order on all ranks; None if that is just all of them
     rows: Tensor | None
+
+    def within(self, begin: int, end: int, device: torch.device) -> ReduceGroup | None:
+        """Those of these rows of the table; None if there are none."""
+        rows = torch.arange(begin, end, device=device) if self.rows is None else self.rows
+        rows = rows[(rows >= begin) & (rows < end)]
+        return self._replace(rows=rows) if len(rows) else None
 
 
 def _is_member(p: Any) -> bool:

@@ -10,9 +10,9 @@ every tensor. Groups do not split buckets: options are columns of a table with o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from .._engines import (
     Amp,
     Executable,
     is_capturing,
+    is_plain,
     is_traced,
     to_device,
 )
@@ -40,6 +41,11 @@ from .layout import overlaps_itself
 from .row import Row, Settings
 
 _grad, _local_part = attrgetter("grad"), attrgetter("_local_tensor")
+
+
+def _is_new(t: Tensor) -> bool:
+    """In place of a check, until there is one."""
+    return False
 
 
 class Bucket:
@@ -60,111 +66,160 @@ class Bucket:
         self._state_names = [slot.name for slot in self.program.states]
         self._has_explicit_grads = any(row.explicit_grad is not None for row in rows)
         self._distributed = [*map(shards.is_distributed, self.params)]
+        self._everything = [*range(len(rows))]
         # whether all tensors of the live rows are of the kinds they were, in one call
         self._check_all: Callable[..., bool] | None = None
+        self._was_same = False
         self._addresses: list[int] = []
+        # how tensors were distributed, by the objects that say so
+        self._specs: list[Any] = []
+        self.record()
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + len(self.rows)
+
+    def scalars(self, k: int) -> Scalars | None:
+        """What is computed for its rows before sweep `k`, if anything."""
+        return self.program.sweeps[k].scalars if k < len(self.program.sweeps) else None
+
+    def folds(self, k: int) -> tuple[int, tuple[str, ...]] | None:
+        """The first row of the sums of sweep `k`, and how each is summed; None if it has no such sweep."""
+        if k >= len(self.program.sweeps):
+            return None
+        sweep = self.program.sweeps[k]
+        return sweep.first_fold, tuple(fold.kind for fold in sweep.folds)
 
     @property
     def live_rows(self) -> list[Row]:
         return self.rows if len(self.live) == len(self.rows) else [self.rows[i] for i in self.live]
 
+    def record(self) -> None:
+        """Remember what rows have that a step asks of all of them."""
+        self._states = [row.state for row in self.rows]
+        self._steps = [row.step for row in self.rows]
+        self._checks = [[row.checks[k] or _is_new for row in self.rows] for k in range(len(self.formats))]
+        self._has_staged = any(row.staged for row in self.rows)
+        self._has_unstarted = not all(row.started for row in self.rows)
+
     def replace(self, i: int, row: Row) -> None:
         """Another row for the same parameter, in the same place."""
         self.rows[i] = row
         self._check_all, self._addresses = None, []
+        self.record()
 
-    def switch_rows(self) -> list[int]:
-        """Switch on the rows that have a gradient, and the others off. Returns those that never had one."""
-        has_grad = self._grads()
-        live = [i for i, g in enumerate(has_grad) if g is not None]
-        if live != self.live:
-            self.live, self._check_all, self._addresses = live, None, []
-            self.cells[:, LIVE] = 0
-            self.cells[live, LIVE] = 1
-            self.cells[:, NUMEL] = np.where(self.cells[:, LIVE], self.numels, 0)
-            self.cells_changed = True
-        return [i for i in live if not self.rows[i].started]
-
-    def _grads(self) -> list[Any]:
-        return [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self.params)]
-
-    def rows_with_other_steps(self) -> list[int]:
-        """Rows that count in another tensor than their state has."""
-        if not self.program.saves_step:
-            return []
-        rows = self.live_rows
-        states = [row.state for row in rows]
-        try:
-            if all(map(is_, map(itemgetter("step"), states), [row.step for row in rows])):
-                return []
-        except KeyError:
-            pass
-        return [i for i in self.live if self.rows[i].state.get("step") is not self.rows[i].step]
+    def _live(self, items: list[Any]) -> list[Any]:
+        return items if len(self.live) == len(items) else [items[i] for i in self.live]
 
     def refresh(self) -> list[int]:
         """Read again where everything is. Returns the rows that are not what they were made for, if any."""
-        rows = self.live_rows
+        grads = [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self.params)]
+        self._switch(grads)
+        stale = [i for i in self.live if not self.rows[i].started] if self._has_unstarted else []
+        if stale:
+            return stale
+        states = self._live(self._states)
         try:
-            columns = self._columns(rows)
+            of_states = [[*map(itemgetter(name), states)] for name in self._state_names]
         except KeyError:
-            return [i for i in self.live if not all(name in self.rows[i].state for name in self._state_names)]
+            return [i for i in self.live if not all(name in self._states[i] for name in self._state_names)]
+        columns = [self._live(self.params), self._live(grads), *of_states]
         if any(self._distributed):
-            others = columns[1:]
-            stale = [
-                i
-                for at, i in enumerate(self.live)
-                if not all(shards.lies_alike(columns[0][at], column[at]) for column in others)
-            ]
+            stale = self._rows_of_other_placements(columns)
             if stale:
                 return stale
             columns = [self._local_parts(column) for column in columns]
         stale = self._rows_of_other_kinds(columns)
         if stale:
             return stale
-        self.staged = [row for row in rows if row.staged]
+        self.staged = [row for row in self.live_rows if row.staged] if self._has_staged else []
         if self.engine.BY_ADDRESS:
             self._read_addresses(columns)
         else:
             self.tensors = columns
         return []
 
-    def _columns(self, rows: list[Row]) -> list[list[Any]]:
-        """Parameters, gradients and states of these rows, in the order of the slots."""
-        states = [row.state for row in rows]
-        grads = self._grads()
-        if len(rows) == len(self.rows):
-            found = [self.params, grads]
+    def _switch(self, grads: list[Any]) -> None:
+        """Switch on the rows that have a gradient, and the others off."""
+        # not `None in grads`, which would compare tensors
+        if any(map(is_, grads, repeat(None))):
+            live = [i for i, g in enumerate(grads) if g is not None]
         else:
-            found = [[row.param for row in rows], [grads[i] for i in self.live]]
-        return [*found, *([*map(itemgetter(name), states)] for name in self._state_names)]
+            live = self._everything
+        if live is not self.live and live != self.live:
+            self._check_all, self._addresses, self._was_same = None, [], False
+            self.cells[:, LIVE] = self.cells[:, UNMASKED_NUMEL] = 0
+            self.cells[live, LIVE] = 1
+            self.cells[:, NUMEL] = np.where(self.cells[:, LIVE], self.numels, 0)
+            self.cells_changed = True
+        self.live = live
+
+    def rows_with_other_steps(self) -> list[int]:
+        """Rows that count in another tensor than their state has."""
+        if not self.program.saves_step:
+            return []
+        try:
+            found = map(itemgetter("step"), self._live(self._states))
+            if all(map(is_, found, self._live(self._steps))):
+                return []
+        except KeyError:
+            pass
+        return [i for i in self.live if self.rows[i].state.get("step") is not self.rows[i].step]
+
+    def _rows_of_other_placements(self, columns: list[list[Any]]) -> list[int]:
+        """Rows whose tensors are not distributed as their parameter is."""
+        specs = [*map(shards.spec_of, chain.from_iterable(columns))]
+        if len(specs) == len(self._specs) and all(map(is_, specs, self._specs)):
+            return []
+        stale = [
+            i
+            for i, (p, *others) in zip(self.live, zip(*columns, strict=True), strict=True)
+            if not all(shards.lies_alike(p, t) for t in others)
+        ]
+        # objects that say nothing are no proof for the next time
+        self._specs = [] if stale or not all(self._distributed) else specs
+        return stale
 
     def _local_parts(self, column: list[Any]) -> list[Any]:
-        return [*map(_local_part, column)] if all(self._distributed) else [*map(shards.local, column)]
+        if all(self._distributed):
+            parts = [*map(_local_part, column)]
+            # others are still on their way, from other ranks
+            if {*map(type, parts)} <= {Tensor}:
+                return parts
+        return [*map(shards.local, column)]
 
     def _rows_of_other_kinds(self, columns: list[list[Any]]) -> list[int]:
         if self._check_all is not None:
             if self._check_all(*chain.from_iterable(columns)):
                 return []
             self._check_all = None
-        rows, stale, is_new = self.live_rows, set(), False
+        stale: set[int] = set()
         for k, column in enumerate(columns):
-            for i, row, t in zip(self.live, rows, column, strict=True):
-                check = row.checks[k]
-                if check is None and isinstance(t, Tensor):
-                    row.checks[k], is_new = watch.check_of(t), True
-                elif check is None or not check(t):
-                    stale.add(i)
-        if not stale and not is_new and self.live:
-            # the same set again: from now on all in one call
+            checks = self._live(self._checks[k])
+            # a list: twice as fast as a generator, and seldom cut short
+            if not all([check(t) for check, t in zip(checks, column, strict=True)]):  # noqa: C419
+                stale.update(self._rows_of_other_kind(k, column))
+        if self._was_same and self.live and not stale:
+            # the same rows for the third time: from now on all in one call, which takes as long to make as ten
             self._check_all = watch.make_check([*chain.from_iterable(columns)])
+        self._was_same = True
         return sorted(stale)
+
+    def _rows_of_other_kind(self, k: int, column: list[Any]) -> Iterator[int]:
+        """The same for one slot; rows that are new are of the kind they are."""
+        for i, t in zip(self.live, column, strict=True):
+            row = self.rows[i]
+            if row.checks[k] is None and isinstance(t, Tensor) and (is_plain(t) or not self.engine.BY_ADDRESS):
+                row.checks[k] = self._checks[k][i] = watch.check_of(t)
+            elif row.checks[k] is None or not row.checks[k](t):
+                yield i
 
     def _read_addresses(self, columns: list[list[Any]]) -> None:
         addresses = [*map(watch.address, chain.from_iterable(columns))]
         if addresses == self._addresses:
             return
         found = np.array(addresses, np.int64).reshape(len(columns), len(self.live))
-        for at, row in enumerate(self.live_rows if self.staged else ()):
+        for at, row in enumerate(self.live_rows if self._has_staged else ()):
             for slot, copy in enumerate((row.param_copy, row.grad_copy)):
                 if copy is not None:
                     found[slot, at] = copy.data_ptr()
@@ -185,17 +240,24 @@ class Bucket:
 
     def count_writes(self, spec: StepSpec) -> None:
         """Tell autograd that the parameters were written, and gradients if they were cleared."""
-        rows = self.live_rows
-        if rows:
-            torch.autograd.graph.increment_version([row.param for row in rows])
-        if rows and spec.zero_grads:
-            torch.autograd.graph.increment_version([row.grad for row in rows])
+        if self.live:
+            torch.autograd.graph.increment_version(self._live(self.params))
+        if self.live and spec.zero_grads:
+            torch.autograd.graph.increment_version([row.grad for row in self.live_rows])
 
     def release(self) -> None:
         """Let go of all tensors; what is left are their addresses and how they are stored."""
-        self.params, self.tensors = [], []
+        self.params, self.tensors, self._states, self._steps, self.staged = [], [], [], [], []
         for row in self.rows:
             row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
+
+
+class FoldRun(NamedTuple):
+    """Buckets that follow each other and sum alike: into these rows of the table's sums, in these ways."""
+
+    first_fold: int
+    kinds: tuple[str, ...]
+    buckets: list[Bucket]
 
 
 # pinned memory that graphs copy from at every replay. It is never freed: nothing tells when the last replay is
@@ -256,6 +318,7 @@ class Table:
         self.measured = self.sums[: len(self.shared_kinds)]
         # what was measured of all gradients that may be clipped together, and who goes with whom
         self.shared = self.measured, from_host(self.clip_ids, self.device)
+        self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
         # the same, where the host knows all of them and somebody keeps them up to date
@@ -268,20 +331,26 @@ class Table:
 
     def scalar_runs(self, k: int) -> Iterator[tuple[Scalars, int, int]]:
         """Scalars that are computed before sweep `k`, and the first and last row that have them."""
-        for scalars, same in groupby(self.buckets_with(k), key=lambda bucket: bucket.program.sweeps[k].scalars):
+        for scalars, same in groupby(self.buckets, key=lambda bucket: bucket.scalars(k)):
             run = [*same]
             if scalars is not None:
-                yield scalars, run[0].first_row, run[-1].first_row + len(run[-1].rows)
+                yield scalars, run[0].first_row, run[-1].end_row
 
-    def fold_kinds(self, k: int) -> tuple[int, tuple[str, ...]]:
-        """The first row of the sums that sweep `k` leaves, and how each is summed; alike for all buckets."""
-        found = {
-            (sweep.first_fold, tuple(fold.kind for fold in sweep.folds))
-            for sweep in (bucket.program.sweeps[k] for bucket in self.buckets_with(k))
-        }
-        if len(found) > 1:
-            raise NotImplementedError("programs whose sums differ cannot share a table")
-        return found.pop()
+    def fold_runs(self, k: int) -> Iterator[FoldRun]:
+        """Buckets that follow each other and sum alike in sweep `k`."""
+        for folds, same in groupby(self.buckets, key=lambda bucket: bucket.folds(k)):
+            if folds is not None:
+                first, kinds = folds
+                yield FoldRun(first, kinds, [*same])
+
+    def _reductions(self, k: int) -> Iterator[tuple[Tensor, tuple[str, ...], shards.ReduceGroup]]:
+        """Sums of sweep `k` that ranks with parts of a tensor add up: where, how, and with whom."""
+        for first, kinds, buckets in self.fold_runs(k) if self.reduce_groups else ():
+            begin, end = buckets[0].first_row, buckets[-1].end_row
+            for group in self.reduce_groups if kinds else ():
+                part = group if end - begin == len(self.rows) else group.within(begin, end, self.device)
+                if part is not None:
+                    yield self.sums[first : first + len(kinds)], kinds, part
 
     # step counts
 
@@ -303,22 +372,29 @@ class Table:
         """Go on from these counts in these places of the vector."""
         for count in counts:
             _check_count(count)
-        known = [i for i, count in zip(places, counts, strict=True) if _is_known(count)]
-        numbers = [float(count) for count in counts if _is_known(count)]
-        if len(known) == len(self._views):
+        traced = is_traced()
+        # can be read without waiting for a device
+        known = [not isinstance(c, Tensor) or (type(c) is Tensor and c.is_cpu and not traced) for c in counts]
+        numbers = [float(count) for count, is_known in zip(counts, known, strict=True) if is_known]
+        if len(numbers) == len(self._views):
             upload(np.array(numbers), self.steps)
-        elif known:
-            self.steps[to_device(torch.tensor(known, device="cpu"), self.device)] = to_device(
+        elif numbers:
+            of_numbers = [i for i, is_known in zip(places, known, strict=True) if is_known]
+            self.steps[to_device(torch.tensor(of_numbers, device="cpu"), self.device)] = to_device(
                 torch.tensor(numbers, dtype=self.steps.dtype, device="cpu"), self.device
             )
-        for i, count in zip(places, counts, strict=True):
+        for i, count, is_known in zip(places, counts, known, strict=True):
             self._shared_steps.pop(i, None)
-            if not _is_known(count):
+            if not is_known:
                 self._views[i].copy_(count.reshape(()), non_blocking=True)
-            if _is_shared(count):
+            # in memory that other processes see too; all of a GPU could be
+            is_shared = is_known and isinstance(count, Tensor) and count.is_shared()
+            if is_shared:
                 _check_shared(count, self.rows[i])
                 self._shared_steps[i] = count
-            self.rows[i].step = count if _is_shared(count) else self._views[i]
+            self.rows[i].step = count if is_shared else self._views[i]
+        for bucket in self.buckets:
+            bucket.record()
 
     def adopt_steps(self, bucket: Bucket, rows: list[int]) -> None:
         """Go on from the counts that the states of these rows hold now."""
@@ -379,6 +455,9 @@ class Table:
         # on the host they are the same memory, unless that is none
         if changed and (self.device.type != "cpu" or is_traced()):
             self._upload_cells()
+        elif changed:
+            for bucket in self.buckets:
+                bucket.cells_changed = False
         if self._shared_steps:
             ours, theirs = self._both_steps()
             torch._foreach_copy_(ours, theirs)
@@ -395,10 +474,8 @@ class Table:
     def sweep(self, k: int, skips: bool) -> None:
         """Sweep `k`, with its sums taken over all ranks that hold parts of a tensor."""
         self.executable.sweep(k, skips)
-        if self.reduce_groups:
-            first, kinds = self.fold_kinds(k)
-            for group in self.reduce_groups if kinds else ():
-                shards.all_reduce_rows_(self.sums[first : first + len(kinds)], kinds, group)
+        for reduction in self.reductions[k]:
+            shards.all_reduce_rows_(*reduction)
 
     def _upload_cells(self) -> None:
         captures = is_capturing()
@@ -429,11 +506,6 @@ class Table:
             torch._foreach_copy_(theirs, ours)
 
 
-def _is_known(count: Any) -> bool:
-    """Whether a count can be read without waiting for a device."""
-    return not isinstance(count, Tensor) or (type(count) is Tensor and count.is_cpu and not is_traced())
-
-
 def _check_count(count: Any) -> None:
     if isinstance(count, Tensor) and (
         count.layout != torch.strided or count.numel() != 1 or count.is_complex()
@@ -442,11 +514,6 @@ def _check_count(count: Any) -> None:
             f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it "
             "must be one real number: load a matching checkpoint, or delete optimizer.state[p]"
         )
-
-
-def _is_shared(count: Any) -> bool:
-    """Whether a step count lies in memory that other processes see too; all of a GPU could be."""
-    return type(count) is Tensor and count.is_cpu and not is_traced() and count.is_shared()
 
 
 def _check_shared(count: Tensor, row: Row) -> None:

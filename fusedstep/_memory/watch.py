@@ -56,7 +56,10 @@ _MOST_CHECKS = 4096
 def check_of(t: Tensor) -> Callable[[Tensor], bool]:
     """check(tensor): whether another is of the same kind as `t`."""
     kind = attributes(t)
-    check = _checks.get(kind)
+    try:
+        check = _checks.get(kind)
+    except TypeError:  # sizes that are symbols cannot be looked up
+        return _python_check([t])
     if check is None:
         if len(_checks) >= _MOST_CHECKS:
             _checks.clear()

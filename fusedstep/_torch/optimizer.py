@@ -421,11 +421,13 @@ class Optimizer(Common, torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.refuse("load_state_dict")
         # after the user's hooks
-        handle = self.register_load_state_dict_pre_hook(loadable)
+        handle, plan = self.register_load_state_dict_pre_hook(loadable), self._plan
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        # it notices that states, counts and options are others
+        self._plan = plan
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
@@ -437,6 +439,11 @@ class Optimizer(Common, torch.optim.Optimizer):
         super().__setstate__(state)
         if isinstance(self.norm_group, UnpicklableGroup):
             self.norm_group = self.norm_group.group
+        if "_unscales" not in vars(self):
+            # a pickle from before it was asked for: False stood for FSDP1's parameters
+            self._is_flat = self.__dict__.pop("_step_supports_amp_scaling", True) is False
+            fused = False if self._is_flat else self.defaults.get("fused")
+            self._unscales = None if fused is None else bool(fused)
         self._status = getattr(self, "_status", None)
         self._forget()
         self.unsaved_steps = state.get("unsaved_steps", {})

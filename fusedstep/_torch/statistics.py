@@ -80,12 +80,12 @@ def _of_bucket(table: Table, bucket: Bucket) -> dict[str, Tensor]:
         "nonfinites": sums["nonfinite"],
         "param_norms": torch.where(skipped, torch.nan, sums["param"].sqrt()),
         "update_norms": torch.where(skipped, 0, sums["update"].sqrt()),
-        "clip_factors": torch.ones_like(grads),
+        "clip_factors": torch.where(skipped, torch.nan, torch.ones_like(grads)),
     }
     found |= {f"{name}s": torch.where(skipped, torch.nan, value) for name, value in reports.items()}
     if not table.spec.measures_first:
         # nothing was read of a step that was skipped
-        for name in ("grad_norms", "nonfinites", "clip_factors"):
+        for name in ("grad_norms", "nonfinites"):
             found[name] = torch.where(skipped, torch.nan, found[name])
     live = table.cells[rows, LIVE] != 0
     return {"live": live, **{name: torch.where(live, value, torch.nan) for name, value in found.items()}}
@@ -103,7 +103,17 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor], names: dict[Ten
     places = torch.empty(len(order), dtype=torch.int64, device=device)
     upload(order, places)
     by_bucket = [_of_bucket(table, bucket) for table in tables for bucket in table.buckets]
-    of_rows = {name: torch.cat([found[name].to(device) for found in by_bucket]) for name in by_bucket[0]}
+    names_of_all = dict.fromkeys(name for found in by_bucket for name in found)
+    of_rows = {
+        name: torch.cat(
+            [
+                # what a program does not report is not known of its rows
+                found.get(name, torch.full_like(found["grad_norms"], torch.nan)).to(device)
+                for found in by_bucket
+            ]
+        )
+        for name in names_of_all
+    }
     live = of_rows.pop("live")
     each: dict[str, Any] = {"trust_ratios": None}
     for name, values in of_rows.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import inspect
@@ -25,8 +24,9 @@ from rich.table import Table
 import fusedstep
 from fusedstep import functional
 
-from . import timing
+from . import cold, host, timing
 from .shapes import MODELS
+from .sharded import sharded
 
 
 def _text(options: dict[str, Any]) -> str:
@@ -100,11 +100,15 @@ GPU += [
     for model in ("bert-large", "400 x 1024")
     for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED, *_ALONG, *_SHARDED)
 ]
+# what is timed otherwise, and chosen by its name
+_OTHERS: dict[str, Any] = {"host": host, "cold": cold}
 
 
 def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one")] = None,
-    only: Annotated[str, typer.Option(help="only work whose name contains this")] = "",
+    only: Annotated[
+        str, typer.Option(help="only work whose name contains this; host: loops; cold: new processes")
+    ] = "",
     rounds: Annotated[int, typer.Option(help="samples of each time")] = 20,
     output: Annotated[Path | None, typer.Option(help="folder for the raw result and the chart")] = None,
     commit: Annotated[str | None, typer.Option(help="commit to record; git is asked for it")] = None,
@@ -118,6 +122,17 @@ def bench(
     console = Console(width=None if sys.stdout.isatty() else 132)
     facts = environment(device, commit)
     console.print(" | ".join(f"{name} {value}" for name, value in facts.items() if name != "commit"))
+    kind, _, part = only.partition(" ")
+    if kind in _OTHERS:
+        other = _OTHERS[kind]
+        if not other.named(part, device):
+            raise typer.BadParameter(f"found no part of {kind} named {part!r}", param_hint="--only")
+        results = other.run(part, device, rounds, functools.partial(track, description=kind, console=console))
+        console.print(other.table(results, device))
+        if output is not None:
+            path = save(output, (kind, device, facts["device"].lower(), part), facts, results)
+            console.print(f"raw result: {path}")
+        return
     works = [work for work in (CPU if device == "cpu" else GPU) if only in str(work)]
     if not works:
         raise typer.BadParameter(f"found no work named {only!r}; use a part of '{CPU[0]}'", param_hint="--only")
@@ -125,13 +140,19 @@ def bench(
     results = [measure(w, device, rounds, bandwidth) for w in track(works, "timing", console=console)]
     console.print(table(results, device))
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         # of a part under another name: it does not replace the whole
-        name = "-".join(filter(None, (device, facts["device"].lower(), only))).replace("/", "-")
-        path = output / f"{name.replace(' ', '-')}.json"
-        path.write_text(json.dumps({**facts, "copy_bandwidth": bandwidth, "results": results}, indent=1) + "\n")
+        path = save(
+            output, (device, facts["device"].lower(), only), {**facts, "copy_bandwidth": bandwidth}, results
+        )
         chart(results, facts, path.with_suffix(".png"))
         console.print(f"raw result: {path}, chart: {path.with_suffix('.png')}")
+
+
+def save(output: Path, name: tuple[str, ...], facts: dict[str, Any], results: list[dict]) -> Path:
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{'-'.join(filter(None, name)).replace('/', '-').replace(' ', '-')}.json"
+    path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    return path
 
 
 def environment(device: str, commit: str | None) -> dict[str, str]:
@@ -183,7 +204,7 @@ def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], An
     generator = torch.Generator(device).manual_seed(0)
     params = [_parameter(shape, DTYPES[work.dtype][0], generator) for shape in MODELS[work.model]]
     if "sharded" in work.options:
-        params = [*map(_sharded, params)]
+        params = [*map(sharded, params)]
     if name == "fusedstep.functional.adamw_":
         lists = params, [p.grad for p in params], *([torch.zeros_like(p) for p in params] for _ in range(2))
         return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
@@ -256,26 +277,6 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
     return p
 
 
-def _sharded(p: Any) -> Any:
-    from torch.distributed.tensor import DTensor, Shard
-
-    part_of = functools.partial(DTensor.from_local, device_mesh=_mesh(p.device.type), placements=[Shard(0)])
-    q = torch.nn.Parameter(part_of(p.detach()))
-    q.grad = part_of(p.grad)
-    return q
-
-
-@functools.cache
-def _mesh(device: str) -> Any:
-    """Of this process alone."""
-    import torch.distributed as dist
-
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    atexit.register(dist.destroy_process_group)
-    return dist.init_device_mesh(device, (1,))
-
-
 def check(work: Work, device: str) -> None:
     """No time is reported for a wrong result: three steps must agree with those in float64."""
     if work.optimizer not in fusedstep.__all__:
@@ -283,7 +284,7 @@ def check(work: Work, device: str) -> None:
     of_param, of_state = DTYPES[work.dtype]
     generator = torch.Generator(device).manual_seed(1)
     ours = [_parameter(shape, of_param, generator) for shape in ((3000,), (33, 7))]
-    parts = [*map(_sharded, ours)] if "sharded" in work.options else ours
+    parts = [*map(sharded, ours)] if "sharded" in work.options else ours
     exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
     for p, q in zip(ours, exact, strict=True):
         p.grad += p.grad.sign()  # or the squares of gradients would vanish in fp16

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,10 @@ class Executable:
         for k in range(table.sweep_count):
             runs = [*table.scalar_runs(k)]
             self._prepares.append([_prepare(table, run, tells=i == 0) for i, run in enumerate(runs)])
-            self._sweeps.append([*_sweep(table, k, places, firsts)])
+            runs_of_folds = table.fold_runs(k)
+            self._sweeps.append(
+                [launch for run in runs_of_folds for launch in _sweep(table, k, run, places, firsts)]
+            )
 
     def prepare(self, k: int, amp: Amp) -> None:
         given = () if amp.scale is None and amp.found_inf is None else amp
@@ -126,14 +130,14 @@ def _prepare(table: Any, run: tuple[Scalars, int, int], tells: bool) -> _Launch:
     return _Launch(fusedstep_prepare, programs, (*tables, *numbers), 2, constants, {})
 
 
-def _sweep(table: Any, k: int, places: torch.Tensor, firsts: np.ndarray) -> Any:
+def _sweep(table: Any, k: int, run: Any, places: torch.Tensor, firsts: np.ndarray) -> Iterator[_Launch]:
     """One launch per bucket, and one that adds up what they summed."""
-    first_fold, kinds = table.fold_kinds(k)
+    first_fold, kinds, buckets = run
     maxes = tuple(kind == "max" for kind in kinds)
     # a chunk is small enough to be summed in what it is computed in
     dtype = max((bucket.compute_dtype for bucket in table.buckets), key=lambda dtype: dtype.itemsize)
     partials = torch.empty(len(places), len(kinds), dtype=dtype, device=table.device)
-    for bucket in table.buckets_with(k):
+    for bucket in buckets:
         begin, end = (int(firsts[bucket.first_row + i]) for i in (0, len(bucket.rows)))
         sweep = bucket.program.sweeps[k]
         constants = {
@@ -158,10 +162,12 @@ def _sweep(table: Any, k: int, places: torch.Tensor, firsts: np.ndarray) -> Any:
         options = {"num_warps": _WARPS, "enable_fp_fusion": False}
         yield _Launch(fusedstep_sweep, end - begin, tables, 0, constants, options)
     if kinds:
-        sums = table.sums[first_fold : first_fold + len(kinds)]
-        added = partials, torch.from_numpy(firsts).to(table.device), sums, len(table.rows)
+        first_row, end_row = buckets[0].first_row, buckets[-1].end_row
+        # views that begin at the first row of the run; the stride between sums is that of the whole table
+        sums = table.sums[first_fold : first_fold + len(kinds), first_row:]
+        added = partials, torch.from_numpy(firsts[first_row:]).to(table.device), sums, len(table.rows)
         constants = {"MAXES": maxes, "BLOCK": _ADDED}
-        yield _Launch(fusedstep_reduce, len(table.rows), added, 0, constants, {"num_warps": _ADDING_WARPS})
+        yield _Launch(fusedstep_reduce, end_row - first_row, added, 0, constants, {"num_warps": _ADDING_WARPS})
 
 
 class _Launch:

@@ -52,7 +52,7 @@ def _part(nested, *places):
 def fusedstep_prepare(
     cells,
     steps,
-    options,
+    option_values,
     sums,
     measured,
     clip_ids,
@@ -94,24 +94,23 @@ def fusedstep_prepare(
         bad = tl.load(found_inf + t * 0).to(zero.dtype)
     inputs = ()
     for k in tl.static_range(len(SOURCES)):
-        KIND: tl.constexpr = _part(SOURCES, k, 0)
-        WHICH: tl.constexpr = _part(SOURCES, k, 1)
-        if KIND == _STEP:
+        if _part(SOURCES, k, 0) == _STEP:
             inputs = inputs + (step,)
-        elif KIND == _SCALE_INPUT:
+        elif _part(SOURCES, k, 0) == _SCALE_INPUT:
             inputs = inputs + (scaled,)
-        elif KIND == _FOUND_INF:
+        elif _part(SOURCES, k, 0) == _FOUND_INF:
             inputs = inputs + (bad,)
-        elif KIND == _OPTION:
-            inputs = inputs + (tl.load(options + group * OPTIONS_WIDTH + WHICH, here, other=0.5),)
-        elif KIND == _FOLD:
-            inputs = inputs + (tl.load(sums + WHICH * rows + t, here, other=0),)
-        elif KIND == _CLIP_TOTAL:
-            clip_id = tl.load(row + _CLIP_ID, here, other=-1)
-            MAX: tl.constexpr = _part(SOURCES, k, 2)
-            inputs = inputs + (_clip_totals(clip_id, measured + WHICH * others, clip_ids, others, MAX, OTHERS),)
+        elif _part(SOURCES, k, 0) == _OPTION:
+            option = group * OPTIONS_WIDTH + _part(SOURCES, k, 1)
+            inputs = inputs + (tl.load(option_values + option, here, other=0.5),)
+        elif _part(SOURCES, k, 0) == _FOLD:
+            inputs = inputs + (tl.load(sums + _part(SOURCES, k, 1) * rows + t, here, other=0),)
+        elif _part(SOURCES, k, 0) == _CLIP_TOTAL:
+            clip_id, x = tl.load(row + _CLIP_ID, here, other=-1), measured + _part(SOURCES, k, 1) * others
+            inputs = inputs + (_clip_totals(clip_id, x, clip_ids, others, _part(SOURCES, k, 2), OTHERS),)
         else:
-            inputs = inputs + (zero + _all_total(measured + WHICH * others, others, OTHERS),)
+            x = measured + _part(SOURCES, k, 1) * others
+            inputs = inputs + (zero + _all_total(x, others, OTHERS),)
     values = SCALARS(*inputs)
     for k in tl.static_range(COLUMNS):
         tl.store(scalars + t * SCALARS_WIDTH + FIRST_COLUMN + k, values[k], here)

@@ -119,7 +119,9 @@ def _function(
 def sweep_function(sweep: Sweep, name: str, is_double: bool) -> Any:
     """rule(*loaded, *scalars): what is stored, then what is summed."""
     results = (*(value for _, value in sweep.stores), *(fold.value for fold in sweep.folds))
-    return _function(f"fusedstep_{name}", len(sweep.loads) + len(sweep.columns), sweep.code, results, is_double)
+    # a lambda's name is none
+    name = f"fusedstep_{name}" if name.isidentifier() else "fusedstep_rule"
+    return _function(name, len(sweep.loads) + len(sweep.columns), sweep.code, results, is_double)
 
 
 @functools.cache

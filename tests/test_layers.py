@@ -1,0 +1,318 @@
+"""What a module may use: layers below its own, public calls, and no memory but by code that we compiled."""
+
+import ast
+import functools
+import importlib
+import operator
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedstep
+from fusedstep._memory import shards, watch
+
+ROOT = Path(fusedstep.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+# from what users import down to what imports nothing of ours
+LAYERS = ("", "_torch", "_memory", "_engines", "_algorithm")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+files = pytest.mark.parametrize("path", FILES, ids=name_of)
+
+
+@functools.cache
+def nodes(path):
+    return [*ast.walk(ast.parse(path.read_text(), str(path)))]
+
+
+def layer_of(module):
+    """The number of the layer that a module is in, by its parts after `fusedstep`."""
+    return LAYERS.index(module[0]) if module and module[0] in LAYERS else 0
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports(path):
+    """Everything a file imports, anywhere in it, as absolute dotted names."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = ("fusedstep", *parts[:-1])
+    found = []
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [f"{module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@files
+def test_imports_go_down_only(path):
+    here = layer_of(module_of(path))
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "fusedstep":
+            there = layer_of(parts[1:])
+            # all names of what users import are in one layer, and nothing below knows of it
+            assert there >= here, f"{name_of(path)} imports {name}, from a layer above"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "_algorithm").rglob("*.py")), ids=name_of)
+def test_what_is_computed_needs_the_standard_library_only(path):
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top in sys.stdlib_module_names or name.startswith("fusedstep._algorithm"), name
+
+
+# the only files that may call by address: what llvmlite compiled, libm's functions, OpenMP's entry point
+CALLS_BY_ADDRESS = "_engines/cpu/"
+# ways to read or write memory that Python does not offer
+RAW_MEMORY = {
+    "from_address",
+    "from_buffer",
+    "from_buffer_copy",
+    "string_at",
+    "memmove",
+    "memset",
+    "addressof",
+    "offsetof",
+    "pythonapi",
+    "py_object",
+    "_cdata",
+    "_obj",
+    "unpack_from",
+    "pack_into",
+}
+
+
+@files
+def test_no_memory_is_read_or_written_by_address(path):
+    tops = {name.split(".")[0] for name in imports(path)}
+    assert not tops & {"struct", "cffi", "mmap", "_ctypes"}
+    assert "ctypes" not in tops or name_of(path).startswith(CALLS_BY_ADDRESS)
+    for node in nodes(path):
+        used = getattr(node, "attr", None) or getattr(node, "id", None)
+        assert used not in RAW_MEMORY, f"{name_of(path)}:{node.lineno} uses {used}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            # a number is made a pointer in compiled code only
+            assert node.func.attr != "POINTER" or name_of(path).startswith(CALLS_BY_ADDRESS)
+
+
+def is_id(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id"
+
+
+@files
+def test_an_identity_is_no_address(path):
+    """Objects may be told apart by `id`; nothing is computed from it, and it is handed to nobody."""
+    for node in nodes(path):
+        if isinstance(node, ast.BinOp):
+            assert not is_id(node.left)
+            assert not is_id(node.right)
+        if isinstance(node, ast.Call) and not is_id(node):
+            handed = [*node.args, *(keyword.value for keyword in node.keywords)]
+            receiver = getattr(node.func, "attr", "")
+            assert receiver in ("get", "add", "index", "pop", "setdefault") or not any(map(is_id, handed))
+
+
+# what is private to torch, and why we use it all the same
+PRIVATE = {
+    # found to be missing, Python compares the attributes: see test_changes.py
+    "torch._C._dynamo.guards.TensorGuards": "kinds of all tensors in one call, 25 times faster than in Python",
+    # to_local() is an operation that autograd records, for each tensor and at every step
+    "torch.distributed.tensor.DTensor._local_tensor": "the part of a DTensor that is here",
+    "torch.distributed.tensor.DTensor._spec": "how it is distributed; without it, placements are compared",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec": "states of DTensors, as FSDP2 makes parameters",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta": "the same",
+    # an attribute that FSDP1 sets: without it, nothing is flat
+    "_fsdp_flattened": "parameters that FSDP1 has joined and cut",
+    "torch._foreach_add": "lists in one call, as torch.optim does",
+    "torch._foreach_addcmul": "the same",
+    "torch._foreach_copy_": "the same",
+    "torch._foreach_cos": "the same",
+    "torch._foreach_div": "the same",
+    "torch._foreach_exp": "the same",
+    "torch._foreach_log": "the same",
+    "torch._foreach_mul": "the same",
+    "torch._foreach_neg": "the same",
+    "torch._foreach_sqrt": "the same",
+    "torch._foreach_sub": "the same",
+    "torch._foreach_tanh": "the same",
+    "torch._foreach_zero_": "the same",
+    "torch._C._len_torch_dispatch_stack": "whether somebody is shown every operation",
+    "torch._C._functorch": "whether a transformation such as vmap is",
+    "torch._C._get_dispatch_mode": "whether operations are traced",
+    "torch._C._TorchDispatchModeKey": "the same",
+    "torch._ops._len_torch_dispatch_stack_pre_dispatch": "whether torch.export is shown them",
+    "torch._subclasses.fake_tensor.FakeTensor": "tensors without numbers",
+    "torch._disable_dynamo": "torch.compile steps as torch.optim's optimizers do, outside of its graphs",
+    "torch.autograd._profiler_enabled": "whether step() is to be seen in a profile",
+    "torch.cuda._sleep": "`fusedstep bench` fills the device's queue while the host is timed",
+    # what torch's own optimizers are made of
+    "torch.optim.optimizer._get_scalar_dtype": "the dtype of step counts",
+    "torch.optim.optimizer._to_scalar": "betas that are tensors of one element",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "whether anybody has hooked all optimizers",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "the same",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "whether anybody has hooked this one",
+    "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
+    "torch.optim.Optimizer._step_supports_amp_scaling": "how a GradScaler is told who unscales",
+    "torch.amp.GradScaler._check_scale_growth_tracker": "ours is torch's, but for who looks at gradients",
+    "torch.amp.GradScaler._get_scale_async": "the same",
+    "torch.amp.GradScaler._per_optimizer_states": "the same",
+}
+# set by instances, or by nobody in a torch without it: no attribute of a class or module
+_OF_INSTANCES = {"_local_tensor", "_spec", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} | {
+    "_per_optimizer_states",
+    "_step_supports_amp_scaling",
+    "_fsdp_flattened",
+}
+# of named tuples, documented
+_PUBLIC = {"_replace", "_asdict", "_fields", "_make"}
+
+
+_BY_STRING = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in _PUBLIC and name != "_"
+
+
+@functools.cache
+def own_names():
+    """Private names that the library itself gives to something."""
+    found = set()
+    for node in (node for path in FILES for node in nodes(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+    modules = {part for path in FILES for part in module_of(path)}
+    return found | modules
+
+
+def foreign_names(path):
+    """Private names that a file uses, and that are not the library's."""
+    used = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in _BY_STRING:
+            used |= {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+    for name in imports(path):
+        if not name.startswith("fusedstep"):
+            parts = name.split(".")
+            # what is imported from a private module is private
+            used |= {parts[-1]} if any(map(is_private, parts)) else set()
+    from_private = {p.split(".")[-1] for p in PRIVATE} | {p for p in used if is_private(p)}
+    return {name for name in used & from_private if name not in own_names() - set(_KNOWN)}
+
+
+# by their last part, and by the parts before it
+_KNOWN = {path.split(".")[-1]: path for path in PRIVATE}
+_ON_THE_WAY = {part for path in PRIVATE for part in path.split(".")[:-1] if is_private(part)}
+
+
+@files
+def test_private_names_of_torch_are_listed_with_a_reason(path):
+    unknown = {name for name in foreign_names(path) if name not in _KNOWN and name not in _ON_THE_WAY}
+    assert not unknown, f"{name_of(path)} uses {sorted(unknown)}: find a public way, or list them in PRIVATE"
+
+
+def test_nothing_is_listed_that_is_not_in_use():
+    used = set().union(*(foreign_names(path) for path in FILES))
+    assert sorted(_KNOWN.keys() - used) == []
+
+
+def found(path):
+    """What a dotted name stands for: attributes of the longest part that is a module."""
+    parts = path.split(".")
+    for i in reversed(range(1, len(parts))):
+        try:
+            module = importlib.import_module(".".join(parts[:i]))
+        except ImportError:
+            continue
+        return operator.attrgetter(".".join(parts[i:]))(module)
+    raise ImportError(path)
+
+
+@pytest.mark.parametrize("path", [path for path in PRIVATE if path.split(".")[-1] not in _OF_INSTANCES])
+def test_torch_has_what_is_listed(path):
+    """Fails with the first torch that does not: then see whether there is another way."""
+    assert found(path) is not None
+
+
+def test_instances_have_what_is_listed_of_them():
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([p]), torch.amp.GradScaler("cpu")
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        assert hasattr(optimizer, name)
+    assert hasattr(scaler, "_per_optimizer_states")
+    # torch's scaler asks for it by this name
+    assert torch.optim.AdamW([p], fused=True)._step_supports_amp_scaling
+
+
+def test_a_dtensor_has_its_part_here(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (1,))
+        t = distribute_tensor(torch.ones(3), mesh, [Replicate()])
+        assert torch.equal(t._local_tensor, t.to_local())
+        assert shards.local(t) is t._local_tensor
+        state = shards.like(torch.zeros(3), t)
+        assert shards.lies_alike(state, t)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_tensor_guards_are_used_where_there_are_any():
+    """Found missing, Python's checks take 25 times as long and nobody would know."""
+    assert watch.TensorGuards is not None
+
+
+def tensor(**changes):
+    made = torch.zeros(4, 3, dtype=changes.get("dtype", torch.float32))
+    made = made[:, :2] if "shape" in changes else made.t().contiguous().t() if "strides" in changes else made
+    return made.requires_grad_(changes.get("requires_grad", False))
+
+
+CHANGES = {"dtype": {"dtype": torch.float64}, "shape": {"shape": 1}, "strides": {"strides": 1}}
+CHANGES |= {"requires_grad": {"requires_grad": True}}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("guards", [True, False], ids=["compiled", "python"])
+def test_both_checks_tell_the_same_kinds_apart(guards, change, monkeypatch):
+    if not guards:
+        monkeypatch.setattr(watch, "TensorGuards", None)
+    check = watch.make_check([tensor(), tensor()])
+    assert check(tensor(), tensor())
+    assert not check(tensor(), tensor(**CHANGES[change]))
+    assert not check(tensor(**CHANGES[change]), tensor())
+
+
+@pytest.mark.parametrize("guards", [True, False], ids=["compiled", "python"])
+def test_both_checks_notice_lazy_views_subclasses_and_what_is_no_tensor_of_strides(guards, monkeypatch):
+    if not guards:
+        monkeypatch.setattr(watch, "TensorGuards", None)
+    check = watch.make_check([torch.ones(3)])
+    assert check(torch.zeros(3))
+    assert not check(torch._neg_view(torch.ones(3)))
+    assert not check(torch.nn.Parameter(torch.ones(3)))
+    assert not check(torch.ones(3, device="meta"))
+    assert not check(torch.ones(3).to_sparse())
