@@ -26,7 +26,7 @@ from ._memory.formats import real_dtype
 from ._memory.options import COMMON
 from ._memory.row import Memory, Row, Settings, Update, make_row
 from ._memory.shards import local
-from ._memory.table import Table, make_tables, upload
+from ._memory.table import Table, make_tables
 from ._memory.table import step as step_tables
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -385,7 +385,7 @@ class _Call:
         for table in self.tables:
             table.steps.fill_(count.reshape(()))
             if options != self._options:
-                upload(np.array([options]), table.options)
+                table.set_options(np.array([options]))
         self._options = options
         step_tables(self.tables, Amp(), self._settings)
         for k, tensors in enumerate(lists):

@@ -22,7 +22,7 @@ from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_d
 from . import shards
 from .options import COMMON, GroupOptions, TensorOption, read_group
 from .row import Memory, Row, Settings, make_row, program_of
-from .table import Bucket, Table, make_tables, new_status, step, upload
+from .table import Bucket, Table, make_tables, new_status, step
 
 _params = itemgetter("params")
 # how many parameters an error lists
@@ -239,7 +239,7 @@ class Plan:
                 )
             numbers = np.array([options.numbers for options in self._options])
             for table in self.tables:
-                upload(numbers, table.options)
+                table.set_options(numbers)
         self._copy_tensor_options()
 
     def _copy_tensor_options(self) -> None:
@@ -247,7 +247,7 @@ class Plan:
         for i, options in enumerate(self._options):
             for column, value in options.tensors:
                 for table in self.tables:
-                    table.options[i, column].copy_(value, non_blocking=True)
+                    table.set_tensor_option(i, column, value)
 
     def check_capturable(self, optimizer: Any) -> None:
         """Raise where a replay would not do what a step does."""

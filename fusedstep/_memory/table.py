@@ -37,6 +37,7 @@ from .._engines import (
 )
 from . import shards, watch
 from .formats import compute_dtype
+from .known_steps import KnownSteps
 from .layout import overlaps_itself
 from .row import Row, Settings
 
@@ -321,9 +322,18 @@ class Table:
         self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
-        # the same, where the host knows all of them and somebody keeps them up to date
-        self.host_options: np.ndarray | None = None
+        # the same on the host, for engines that compute there; NaN: a tensor on the device
+        self.host_options = options.copy()
         self._make_steps()
+
+    def set_options(self, numbers: np.ndarray) -> None:
+        """Options of all groups; those that are tensors follow by `set_tensor_option`."""
+        upload(numbers, self.options)
+        self.host_options[:] = numbers
+
+    def set_tensor_option(self, group: int, column: int, value: Tensor) -> None:
+        self.options[group, column].copy_(value, non_blocking=True)
+        self.host_options[group, column] = np.nan
 
     def buckets_with(self, k: int) -> list[Bucket]:
         """Those that have a sweep `k`."""
@@ -358,6 +368,7 @@ class Table:
         """One vector of step counts, of which each row gets a view."""
         counts = [row.step for row in self.rows]
         self.steps = torch.zeros(len(counts), dtype=_get_scalar_dtype(), device=self.device)
+        self.known_steps = KnownSteps(self.steps)
         # select, not unbind: a view that may itself be written in place
         self._views = [self.steps[i] for i in range(len(counts))]
         # a tensor without memory (traced, meta, of a subclass) does not move
@@ -372,6 +383,7 @@ class Table:
         """Go on from these counts in these places of the vector."""
         for count in counts:
             _check_count(count)
+        self.known_steps.check()
         traced = is_traced()
         # can be read without waiting for a device
         known = [not isinstance(c, Tensor) or (type(c) is Tensor and c.is_cpu and not traced) for c in counts]
@@ -393,6 +405,9 @@ class Table:
                 _check_shared(count, self.rows[i])
                 self._shared_steps[i] = count
             self.rows[i].step = count if is_shared else self._views[i]
+        self.known_steps.adopt(
+            places, [float(count) if is_known else None for count, is_known in zip(counts, known, strict=True)]
+        )
         for bucket in self.buckets:
             bucket.record()
 

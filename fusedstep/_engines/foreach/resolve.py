@@ -7,17 +7,24 @@ the values that nobody needs after it: they may be overwritten.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._algorithm.program import Sweep
-from .words import on_lists, on_tensors
+from .words import COMPARISONS, on_lists, on_tensors
+
+Lists = list[list[Tensor]]
 
 
 class Operation:
-    """An operation on lists of tensors that will be there, and on numbers or lists of them."""
+    """An operation on lists of tensors that will be there, and on scalars.
+
+    A scalar is a number, or a tensor of one element where only the device knows it; or a list of these, with one
+    for each tensor.
+    """
 
     __slots__ = ("args", "op", "slot")
 
@@ -32,9 +39,14 @@ class Operation:
 
 
 class Resolved:
-    """The operations of a sweep, in order, and what it stores and sums."""
+    """The operations of a sweep, in order, and what it stores and sums.
 
-    def __init__(self, sweep: Sweep, columns: list[Any], dtype: torch.dtype) -> None:
+    `free_slots` are those whose old numbers may be overwritten once nobody needs them.
+    """
+
+    def __init__(
+        self, sweep: Sweep, columns: list[Any], dtype: torch.dtype, free_slots: set[int], is_host: bool
+    ) -> None:
         values: list[Any] = [Operation("load", [], slot) for slot in sweep.loads]
         values += columns
         for op, args in sweep.code:
@@ -42,67 +54,126 @@ class Resolved:
             values.append(_simplified(op, found, dtype))
         self.stores = [(slot, values[number]) for slot, number in sweep.stores]
         self.folds = [_fold(kind, values[number]) for number, kind in sweep.folds]
-        self.dtype = dtype
-        self._results = {x for _, x in (*self.stores, *self.folds) if isinstance(x, Operation)}
-        needed = set(self._results)
-        for value in reversed(values):
-            if isinstance(value, Operation) and value in needed:
-                needed.update(value.inputs)
-        self.order = [*dict.fromkeys(x for x in values if isinstance(x, Operation) and x in needed)]
-        self._last_use = {x: use for use in self.order for x in use.inputs}
+        self._dtype = dtype
+        results = [x for _, x in (*self.stores, *self.folds) if isinstance(x, Operation)]
+        self.order = _ordered(results)
+        last_use = {x: use for use in self.order for x in use.inputs}
+        free = {x for x in self.order if x.op != "load" or x.slot in free_slots} - {*results}
+        self._calls = []
+        for x in self.order:
+            dying = tuple(
+                isinstance(arg, Operation) and arg in free and last_use[arg] is x and x.inputs.count(arg) == 1
+                for arg in x.args
+            )
+            kinds = "".join(map(_kind, x.args))
+            call = None if x.op == "load" else on_lists(x.op, kinds, dying, dtype, is_host)
+            gone = [arg for arg in {*x.inputs} if last_use[arg] is x and arg not in results]
+            self._calls.append((x, call, gone))
 
-    def run(self, load: Any, plain: bool) -> dict[Operation, list[Tensor]]:
-        """Do them all. `load` gives the tensors of a slot and whether they may be overwritten; those that are
-        not `plain` are only asked for ordinary operations.
-        """
+    def run(self, loaded: dict[int, list[Tensor]]) -> dict[Operation, list[Tensor]]:
+        """Do them all, on these tensors of every slot."""
         values: dict[Operation, list[Tensor]] = {}
-        free: set[Operation] = set()
+        for x, call, gone in self._calls:
+            if call is None:
+                values[x] = loaded[x.slot]
+                continue
+            values[x] = call(*[values[arg] if isinstance(arg, Operation) else arg for arg in x.args])
+            for arg in gone:
+                del values[arg]
+        return values
+
+    def run_one(self, loaded: dict[int, list[Tensor]]) -> dict[Operation, list[Tensor]]:
+        """The same on one tensor, by ordinary operations that overwrite nothing: it may be of any subclass."""
+        values: dict[Operation, list[Tensor]] = {}
         for x in self.order:
             if x.op == "load":
-                values[x], is_free = load(x.slot)
-                if is_free:
-                    free.add(x)
-                continue
-            args = [values[arg] if isinstance(arg, Operation) else arg for arg in x.args]
-            if not plain:
-                values[x] = [
-                    on_tensors(x.op, [arg[0] if isinstance(arg, list) else arg for arg in args], self.dtype)
-                ]
-                continue
-            dying = [arg for arg in x.inputs if self._last_use[arg] is x and arg not in self._results]
-            values[x] = on_lists(x.op, args, [arg in dying and arg in free for arg in x.args], self.dtype)
-            free.add(x)
-            for arg in dying:
-                values.pop(arg, None)
+                values[x] = loaded[x.slot]
+            else:
+                args = [values[arg] if isinstance(arg, Operation) else arg for arg in x.args]
+                args = [arg[0] if isinstance(arg, list) else arg for arg in args]
+                values[x] = [on_tensors(x.op, args, self._dtype)]
         return values
+
+
+def _ordered(results: list[Operation]) -> list[Operation]:
+    """All operations that `results` need, each after its inputs."""
+    found: dict[Operation, None] = {}
+
+    def visit(x: Operation) -> None:
+        if x not in found:
+            for arg in x.inputs:
+                visit(arg)
+            found[x] = None
+
+    for x in results:
+        visit(x)
+    return [*found]
+
+
+def _kind(arg: Any) -> str:
+    """The letter that tells `on_lists` what an argument is."""
+    if isinstance(arg, Operation):
+        return "b" if arg.op in COMPARISONS else "l"
+    if isinstance(arg, list):
+        return "T" if isinstance(arg[0], Tensor) else "N"
+    return "t" if isinstance(arg, Tensor) else "n"
+
+
+# one instruction
 
 
 def _simplified(op: str, args: list[Any], dtype: torch.dtype) -> Any:
     """The result of an instruction, or the operation that gives it."""
     if not any(isinstance(arg, Operation) for arg in args):
         return _of_scalars(op, args, dtype)
+    args = [float(arg) if isinstance(arg, bool) and op != "where" else arg for arg in args]
     if op == "where" and _is_number(args[0]):
         return args[1] if args[0] else args[2]
-    if op == "mul" and 1.0 in [arg for arg in args if _is_number(arg)]:
+    if op == "mul" and any(_is_number(arg) and arg == 1.0 for arg in args):
         return next(arg for arg in args if isinstance(arg, Operation))
-    if op == "fma":
-        return _fused(*args)
-    return Operation(op, args)
+    return _fused(*args, dtype) if op == "fma" else Operation(op, args)
 
 
-def _fused(a: Any, b: Any, c: Any) -> Operation:
+def _fused(a: Any, b: Any, c: Any, dtype: torch.dtype) -> Operation:
     """a * b + c, by the one of torch's operations that takes in most of what it is made of."""
     if not isinstance(b, Operation):
         a, b = b, a
-    if isinstance(c, Operation) and isinstance(b, Operation):
-        if _is_number(a) and b.op == "sub" and b.args[1] is c and isinstance(b.args[0], Operation) and a < 0.5:
-            # the larger weights are counted from the other end
+    if not isinstance(c, Operation) or not isinstance(b, Operation):
+        return Operation("fma", [a, b, c])
+    if _is_number(a) and a < 0.5:
+        # larger weights are counted from the other end
+        if b.op == "sub" and b.args[1] is c and isinstance(b.args[0], Operation):
             return Operation("lerp", [c, b.args[0], a])
-        if _is_numbers(a) and b.op == "div" and len(b.inputs) == 2:
-            return Operation("addcdiv", [c, *b.args, a])
-        if isinstance(a, Operation) and a.op == "mul" and _is_numbers(a.args[0]):
-            return Operation("addcmul", [c, a.args[1], b, a.args[0]])
+        if c.op == "mul" and _is_number(c.args[0]) and c.args[0] + a == 1.0:
+            return Operation("lerp", [c.args[1], b, a])
+    if not isinstance(a, Operation) and b.op == "div" and len(b.inputs) == 2:
+        return _plus_quotient(c, b, a, dtype)
+    if _is_number(a) and c.op == "div" and len(c.inputs) == 2:
+        return _plus_quotient(Operation("mul", [b, a]), c, 1.0, dtype)
+    if isinstance(a, Operation) and a.op == "mul" and _are_numbers(a.args[0]):
+        return Operation("addcmul", [c, a.args[1], b, a.args[0]])
     return Operation("fma", [a, b, c])
+
+
+def _plus_quotient(c: Operation, quotient: Operation, factor: Any, dtype: torch.dtype) -> Operation:
+    """c + factor * quotient, with all numbers in it drawn into the factor: every one is a pass over memory."""
+    top, bottom = quotient.args
+    if top.op == "mul" and _are_numbers(top.args[0]) and _are_numbers(factor):
+        factor, top = _of_scalars("mul", [factor, top.args[0]], dtype), top.args[1]
+    if bottom.op == "fma" and _are_numbers(factor) and _divides(bottom.args[0]) and _are_numbers(bottom.args[2]):
+        by, x, offset = bottom.args
+        bottom = Operation("add", [x, _of_scalars("div", [offset, by], dtype)])
+        factor = _of_scalars("div", [factor, by], dtype)
+    if not _are_numbers(factor):
+        # torch takes no tensor for a factor
+        bottom, factor = Operation("div", [bottom, factor]), 1.0
+    return Operation("addcdiv", [c, top, bottom, factor])
+
+
+def _divides(arg: Any) -> bool:
+    """Whether numbers can be divided by it without leaving the range that they are precise in."""
+    numbers = arg if isinstance(arg, list) else [arg]
+    return _are_numbers(arg) and all(2.0**-16 < abs(number) < 2.0**16 for number in numbers)
 
 
 def _fold(kind: str, x: Any) -> tuple[str, Any]:
@@ -111,11 +182,11 @@ def _fold(kind: str, x: Any) -> tuple[str, Any]:
     return kind, x
 
 
-def _of_scalars(op: str, args: list[Any], dtype: torch.dtype) -> Any:
-    """The same for numbers, and for lists with one for each tensor."""
+def _of_scalars(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
+    """The same for scalars, which may be lists with one for each tensor."""
     lists = [arg for arg in args if isinstance(arg, list)]
     if not lists:
-        return on_tensors(op, args, dtype)
+        return on_tensors(op, [*args], dtype)
     return [
         on_tensors(op, [arg[i] if isinstance(arg, list) else arg for arg in args], dtype)
         for i in range(len(lists[0]))
@@ -126,5 +197,5 @@ def _is_number(arg: Any) -> bool:
     return isinstance(arg, (bool, float))
 
 
-def _is_numbers(arg: Any) -> bool:
+def _are_numbers(arg: Any) -> bool:
     return isinstance(arg, float) or (isinstance(arg, list) and isinstance(arg[0], float))

@@ -1,8 +1,11 @@
-"""Scalars before a sweep: instructions on vectors with an element for each row of a table."""
+"""Scalars before a sweep: on the host, as far as it knows what they are made of, and on the device otherwise.
+
+Either way the instructions are done on vectors with an element for each row of a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,11 +13,8 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Scalars
-from .. import GROUP, LIVE, Amp
-from .words import on_tensors
-
-# inputs that differ between rows of a group with the same step count
-_SUMS = ("fold", "clip_total")
+from .. import GROUP, Amp
+from .words import on_numbers, on_tensors
 
 
 class Run(NamedTuple):
@@ -24,95 +24,140 @@ class Run(NamedTuple):
     first: int
     end: int
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.end)
 
-def on_device(table: Any, run: Run, amp: Amp) -> Tensor | None:
-    """Computes them into the table; where that is decided, returns what is not 0 if the step is skipped."""
-    scalars, rows = run.scalars, slice(run.first, run.end)
-    # not by an index: that starts all threads, which may take milliseconds
-    options, steps = table.options.index_select(0, table.cells[rows, GROUP]), table.steps[rows]
-    decides = scalars.skip is not None
-    exact = table.scalars.dtype
-    found_inf = table.scalars.new_zeros(()) if amp.found_inf is None else amp.found_inf.reshape(()).to(exact)
-    step = steps + 1 if table.counts and decides else steps
-    given = {"step": step.to(exact), "scale": scale_of(table, amp), "found_inf": found_inf}
-    measured, clip_ids = table.shared
 
-    def value(kind: str, which: Any) -> Tensor:
+# on the host
+
+
+class HostInputs(NamedTuple):
+    """What the host knows of a step; None: only the device does. The last three are those of a CPU table."""
+
+    options: np.ndarray
+    steps: np.ndarray | None
+    scale: float | None
+    found_inf: float | None
+    sums: np.ndarray | None = None
+    measured: np.ndarray | None = None
+    measured_ids: np.ndarray | None = None
+
+
+def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
+    """All values of a run, the inputs and then the results of its code; None where it takes the device."""
+    options = known.options[table.host_cells[run.rows, GROUP]]
+
+    def value(kind: str, which: Any) -> Any:
         if kind == "option":
-            return options[:, table.option_columns[which]]
+            found = options[:, table.option_columns[which]]
+            # an option that is a tensor on the device
+            return None if np.isnan(found).any() else found
+        if kind == "step":
+            return None if known.steps is None else known.steps[run.rows]
+        if kind in ("scale", "found_inf"):
+            return known.scale if kind == "scale" else known.found_inf
+        if known.sums is None or known.measured is None:
+            return None
         if kind == "fold":
-            return table.sums[which, rows]
-        if kind == "clip_total":
-            return _clip_totals(measured[which], clip_ids, table.clip_ids[rows], table.shared_kinds[which])
-        return measured[which].sum() if kind == "all_total" else given[kind]
+            return known.sums[which, run.rows]
+        if kind == "all_total":
+            return known.measured[which].sum()
+        fold = np.sum if table.shared_kinds[which] == "sum" else np.max
+        ids = table.clip_ids[run.rows]
+        totals = {i: fold(np.where(known.measured_ids == i, known.measured[which], 0)) for i in {*ids.tolist()}}
+        return np.array([totals[i] for i in ids.tolist()])
 
-    values = _values(scalars, value, exact)
-    if scalars.columns:
-        like = options[:, 0]
-        columns = [_number_of(values, number, like).expand_as(like) for number in scalars.columns]
-        last = scalars.first_column + len(columns)
-        table.scalars[rows, scalars.first_column : last] = torch.stack(columns, 1)
-    if not decides:
-        return None
-    skip = _number_of(values, scalars.skip, found_inf).reshape(-1)[0]
-    if table.counts:
-        steps += (table.cells[rows, LIVE] * (skip == 0)).to(steps.dtype)
-    return skip
-
-
-def on_host(table: Any, run: Run, counts: Tensor | None) -> Tensor:
-    """The same for rows of a device, as far as the host knows; NaN where it must be read there."""
-    scalars, rows = run.scalars, slice(run.first, run.end)
-    decides = scalars.skip is not None
-    options = None
-    if table.host_options is not None:
-        options = torch.from_numpy(table.host_options[table.host_cells[rows, GROUP]])
-
-    def value(kind: str, which: Any) -> Tensor | None:
-        if kind == "option":
-            return None if options is None else options[:, table.option_columns[which]]
-        if kind == "step" and counts is not None:
-            return counts[rows] + 1 if table.counts and decides else counts[rows]
-        # where the host asks, there is no GradScaler
-        return torch.ones((), dtype=torch.float64) if kind == "scale" else None
-
-    values = _values(scalars, value, torch.float64)
-    found = torch.full((run.end - run.first, len(scalars.columns)), torch.nan, dtype=torch.float64)
-    for i, number in enumerate(scalars.columns):
-        if isinstance(number, float) or values[number] is not None:
-            found[:, i] = _number_of(values, number, found[:, i])
-    return found
-
-
-def varying(scalars: Scalars) -> set[int]:
-    """The columns that depend on sums over each tensor."""
-    values = [kind in _SUMS for kind, _ in scalars.inputs]
-    for _, args in scalars.code:
-        values.append(any(values[arg] for arg in args if not isinstance(arg, float)))
-    numbers = enumerate(scalars.columns, scalars.first_column)
-    return {column for column, number in numbers if not isinstance(number, float) and values[number]}
-
-
-def scale_of(table: Any, amp: Amp) -> Tensor:
-    return table.scalars.new_ones(()) if amp.scale is None else amp.scale.reshape(()).to(table.scalars.dtype)
-
-
-def _values(scalars: Scalars, value: Callable[[str, Any], Tensor | None], dtype: torch.dtype) -> list[Any]:
-    """The inputs, then the results of the code on them; None is what cannot be known."""
-    values: list[Any] = [value(*at) for at in scalars.inputs]
-    for op, args in scalars.code:
-        found = [arg if isinstance(arg, float) else values[arg] for arg in args]
-        values.append(None if any(x is None for x in found) else on_tensors(op, found, dtype))
+    values = [value(*at) for at in run.scalars.inputs]
+    for op, args in run.scalars.code:
+        values.append(_on_known(op, [arg if isinstance(arg, float) else values[arg] for arg in args]))
     return values
 
 
-def _number_of(values: list[Any], number: Any, like: Tensor) -> Tensor:
-    value = number if isinstance(number, float) else values[number]
-    return value.to(like.dtype) if isinstance(value, Tensor) else torch.full_like(like, value)
+def _on_known(op: str, args: list[Any]) -> Any:
+    if op == "where" and args[0] is not None:
+        # what was not chosen need not be known
+        if np.all(args[0]):
+            return args[1]
+        if not np.any(args[0]):
+            return args[2]
+    return None if any(arg is None for arg in args) else on_numbers(op, args)
+
+
+def known_columns(run: Run, values: list[Any]) -> dict[int, np.ndarray]:
+    """Those columns of a run that the host knows, with a number for each row."""
+    found = {}
+    for column, number in enumerate(run.scalars.columns, run.scalars.first_column):
+        value = number if isinstance(number, float) else values[number]
+        if value is not None:
+            found[column] = np.broadcast_to(np.asarray(value, np.float64), (run.end - run.first,))
+    return found
+
+
+# on the device
+
+
+class OnDevice:
+    """Values of a run on the device, each computed when it is asked for."""
+
+    def __init__(self, table: Any, run: Run, amp: Amp, counts: bool) -> None:
+        self._table, self._run, self._amp, self._counts = table, run, amp, counts
+        self._exact = table.scalars.dtype
+        self._options: Tensor | None = None
+        self._values: dict[int, Any] = {}
+
+    def columns(self, which: Iterable[int]) -> dict[int, Tensor]:
+        """Columns with an element for each row, or with one that all of them share."""
+        scalars = self._run.scalars
+        return {column: self._tensor(scalars.columns[column - scalars.first_column]) for column in which}
+
+    def skip(self) -> Tensor:
+        """Not 0 if the step is skipped."""
+        assert self._run.scalars.skip is not None
+        return self._tensor(self._run.scalars.skip).reshape(-1)[0]
+
+    def _tensor(self, number: int | float) -> Tensor:
+        value = number if isinstance(number, float) else self._value(number)
+        if isinstance(value, Tensor):
+            return value.to(self._exact)
+        return torch.full((), value, dtype=self._exact, device=self._table.device)
+
+    def _value(self, number: int) -> Any:
+        if number not in self._values:
+            scalars = self._run.scalars
+            at = number - len(scalars.inputs)
+            if at < 0:
+                self._values[number] = self._input(*scalars.inputs[number])
+            else:
+                op, args = scalars.code[at]
+                found = [arg if isinstance(arg, float) else self._value(arg) for arg in args]
+                self._values[number] = on_tensors(op, found, self._exact)
+        return self._values[number]
+
+    def _input(self, kind: str, which: Any) -> Any:
+        table, rows = self._table, self._run.rows
+        if kind == "option":
+            if self._options is None:
+                self._options = table.options.index_select(0, table.cells[rows, GROUP])
+            return self._options[:, table.option_columns[which]]
+        if kind == "step":
+            return (table.steps[rows] + 1 if self._counts else table.steps[rows]).to(self._exact)
+        if kind == "scale":
+            return 1.0 if self._amp.scale is None else self._amp.scale.reshape(()).to(self._exact)
+        if kind == "found_inf":
+            return 0.0 if self._amp.found_inf is None else self._amp.found_inf.reshape(()).to(self._exact)
+        if kind == "fold":
+            return table.sums[which, rows]
+        measured, ids = table.shared
+        if kind == "all_total":
+            return measured[which].sum()
+        return _clip_totals(measured[which], ids, table.clip_ids[rows], table.shared_kinds[which])
 
 
 def _clip_totals(measured: Tensor, ids: Tensor, wanted: np.ndarray, kind: str) -> Tensor:
     """For every row, what was measured of all rows it is clipped with."""
     fold = torch.sum if kind == "sum" else torch.amax
     totals = {i: fold(torch.where(ids == i, measured, 0)) for i in {*wanted.tolist()}}
+    if len(totals) == 1:
+        return next(iter(totals.values()))
     return torch.stack([totals[i] for i in wanted.tolist()])

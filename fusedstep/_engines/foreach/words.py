@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_COMPARISONS: dict[str, Callable] = {
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
-_OPERATORS: dict[str, Callable] = {
-    **_COMPARISONS,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "neg": operator.neg,
-    "constant": float,
-}
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+# numbers: those of a table's rows as an array, or a single one
+
+
 _NUMBERS: dict[str, Callable] = {
-    **_OPERATORS,
-    "div": operator.truediv,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "constant": np.float64,
     "fma": lambda a, b, c: a * b + c,
-    "where": lambda condition, a, b: a if condition else b,
-    "sqrt": math.sqrt,
-    "maximum": lambda a, b: a if a > b or a != a else b,
-    "minimum": lambda a, b: a if a < b or a != a else b,
-    "power": math.pow,
-    "exp": math.exp,
-    "log": math.log,
-    "tanh": math.tanh,
-    "cos": math.cos,
+    "where": np.where,
+    "sqrt": np.sqrt,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "power": np.power,
+    "exp": np.exp,
+    "log": np.log,
+    "tanh": np.tanh,
+    "cos": np.cos,
 }
+
+
+def on_numbers(op: str, args: list[Any]) -> Any:
+    if op not in COMPARISONS and op != "where":
+        # conditions are numbers, 0 and 1
+        args = [np.float64(arg) if isinstance(arg, (bool, np.bool_)) else _as_floats(arg) for arg in args]
+    with np.errstate(all="ignore"):
+        return _NUMBERS[op](*args)
+
+
+def _as_floats(arg: Any) -> Any:
+    return arg.astype(np.float64) if isinstance(arg, np.ndarray) and arg.dtype == bool else arg
+
+
+# tensors
 
 
 def _fma(a, b, c):
@@ -67,7 +81,7 @@ def _as_tensors(function: Callable) -> Callable:
 
 
 _TENSORS: dict[str, Callable] = {
-    **_OPERATORS,
+    **{name: getattr(operator, name) for name in (*COMPARISONS, "add", "sub", "mul", "neg")},
     # a number divided by a tensor would be multiplied by its reciprocal
     "div": _as_tensors(torch.div),
     "fma": _fma,
@@ -91,67 +105,94 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> Any:
     """A word on tensors and numbers; on numbers alone it gives a number."""
     like = next((arg for arg in args if isinstance(arg, Tensor)), None)
     if like is None:
-        return _NUMBERS[op](*args)
+        found = on_numbers(op, args)
+        return bool(found) if op in COMPARISONS else float(found)
     if op == "where":
         # two numbers would have torch's default dtype
         numbers = not isinstance(args[1], Tensor) and not isinstance(args[2], Tensor)
         if numbers and isinstance(args[0], Tensor):
             args = [args[0], torch.full((), args[1], dtype=dtype, device=like.device), args[2]]
-    elif op not in _COMPARISONS:
-        # conditions are numbers, 0 and 1
+    elif op not in COMPARISONS:
         args = [arg.to(dtype) if isinstance(arg, Tensor) and arg.dtype == torch.bool else arg for arg in args]
         args = [float(arg) if isinstance(arg, bool) else arg for arg in args]
     return _TENSORS[op](*args)
 
 
-# lists
+# lists of tensors
+#
+# What a word is called with is told by a letter for each argument: `l`, a list of tensors; `n`, a number; `N`,
+# a number for each tensor; `t`, a number that only the device knows; `T`, one for each tensor; `b`, conditions.
 
 _UNARY = ("neg", "sqrt", "exp", "log", "tanh", "cos")
 _COMMUTING = ("add", "mul", "maximum", "minimum")
 _BINARY = (*_COMMUTING, "sub", "div", "power")
-_FUSED = {"lerp": 2, "addcmul": 3, "addcdiv": 3}
+_FUSED = ("lerp", "addcmul", "addcdiv")
+# torch has these for one tensor beside a list; for the others it only has numbers
+_WITH_TENSOR = ("add", "mul", "div")
+
+Call = Callable[..., list[Tensor]]
 
 
-def on_lists(op: str, args: list[Any], free: list[bool], dtype: torch.dtype) -> list[Tensor]:
-    """A word on lists of tensors, and numbers or lists of numbers; those that are `free` may be overwritten."""
-    args = [float(arg) if isinstance(arg, bool) else arg for arg in args]
-    tensors = [isinstance(arg, list) and isinstance(arg[0], Tensor) and arg[0].dtype == dtype for arg in args]
-    if op in _COMMUTING and (tensors[1], free[1]) > (tensors[0], free[0]):
-        args, tensors, free = args[::-1], tensors[::-1], free[::-1]
-    is_number = isinstance(args[-1], float)
-    if op in _UNARY and tensors[0]:
-        return _call(op, args, free[0])
-    if op in _BINARY and tensors[0] and (tensors[1] or _is_numbers(args[1])):
-        return _call(op, args, free[0])
-    if op in _FUSED and all(tensors[: _FUSED[op]]):
-        return _call(op, args, free[0])
-    if op == "fma" and isinstance(args[0], float) and tensors[1]:
-        if tensors[2]:
-            return _call("add", [args[2], args[1]], free[2], alpha=args[0])
-        if is_number and args[1][0].is_cpu:
-            # both in one pass, which there is no operation on lists for
-            offset = torch.tensor(args[2], dtype=dtype)
-            return [torch.add(offset, t, alpha=args[0], **({"out": t} if free[1] else {})) for t in args[1]]
-        if is_number:
-            return _call("add", [_call("mul", args[1::-1], free[1]), args[2]], True)
-    if op == "fma" and _is_numbers(args[0]) and tensors[1:] == [True, True]:
-        add = Tensor.add_ if free[2] else torch.add
-        return [add(c, t, alpha=factor) for factor, t, c in zip(*args, strict=True)]
-    if op == "fma" and all(tensors):
-        return _call("addcmul", [args[2], args[0], args[1]], free[2])
-    count = next(len(arg) for arg in args if isinstance(arg, list))
-    return [
-        on_tensors(op, [arg[i] if isinstance(arg, list) else arg for arg in args], dtype) for i in range(count)
-    ]
+def on_lists(op: str, kinds: str, free: tuple[bool, ...], dtype: torch.dtype, is_host: bool) -> Call:
+    """A word for such arguments, of which those that are `free` may be overwritten."""
+    if op in _UNARY and kinds == "l":
+        return _foreach(op, free[0])
+    if op in _BINARY:
+        found = _binary(op, kinds, free)
+        if found is not None:
+            return found
+    if op in _FUSED and set(kinds[:-1]) == {"l"} and kinds[-1] in "nN":
+        return _foreach(op, free[0])
+    if op == "fma" and kinds[0] != "b" and kinds[1] == "l" and kinds[2] != "b":
+        return _list_fma(kinds, free, is_host)
+    count_at = next(i for i, kind in enumerate(kinds) if kind in "lNTb")
+
+    def one_by_one(*args: Any) -> list[Tensor]:
+        lists = [kind in "lNTb" for kind in kinds]
+        return [
+            on_tensors(op, [arg[i] if each else arg for arg, each in zip(args, lists, strict=True)], dtype)
+            for i in range(len(args[count_at]))
+        ]
+
+    return one_by_one
 
 
-def _is_numbers(arg: Any) -> bool:
-    return isinstance(arg, float) or (isinstance(arg, list) and isinstance(arg[0], float))
+def _binary(op: str, kinds: str, free: tuple[bool, ...]) -> Call | None:
+    if op in _COMMUTING and kinds[1] == "l" and (kinds[0] != "l" or free[1] > free[0]):
+        found = _binary(op, kinds[::-1], (free[1], False))
+        return None if found is None else lambda a, b: found(b, a)
+    if kinds[0] == "l" and (kinds[1] in "lnN" or (kinds[1] in "tT" and op in _WITH_TENSOR)):
+        return _foreach(op, free[0])
+    return None
 
 
-def _call(op: str, args: list[Any], in_place: bool, **how: Any) -> list[Tensor]:
+def _list_fma(kinds: str, free: tuple[bool, ...], is_host: bool) -> Call:
+    factor, _, offset = kinds
+    if offset == "l" and factor == "n":
+        add = _foreach("add", free[2])
+        return lambda a, b, c: add(c, b, alpha=a)
+    if offset == "l" and factor in "lT":
+        addcmul = _foreach("addcmul", free[2])
+        return lambda a, b, c: addcmul(c, b, a)
+    if offset == "l" and factor == "N" and is_host:
+        # in one pass, which there is no operation on lists for
+        add_one = Tensor.add_ if free[2] else torch.add
+        return lambda a, b, c: [add_one(z, y, alpha=x) for x, y, z in zip(a, b, c, strict=True)]
+    mul, plus = _foreach("mul", free[1]), _foreach("add", in_place=True)
+    if offset == "l" and free[2]:
+        return lambda a, b, c: plus(c, mul(b, a))
+    return lambda a, b, c: plus(mul(b, a), c)
+
+
+def _foreach(op: str, in_place: bool) -> Call:
     name = {"power": "pow"}.get(op, op)
-    if in_place:
-        getattr(torch, f"_foreach_{name}_")(*args, **how)
+    if not in_place:
+        function = getattr(torch, f"_foreach_{name}")
+        return lambda *args, **how: [*function(*args, **how)]
+    function_ = getattr(torch, f"_foreach_{name}_")
+
+    def call(*args: Any, **how: Any) -> list[Tensor]:
+        function_(*args, **how)
         return args[0]
-    return [*getattr(torch, f"_foreach_{name}")(*args, **how)]
+
+    return call
