@@ -170,9 +170,11 @@ def _odd_places(slots: list[list[Tensor]]) -> set[int]:
     if is_traced():
         return {*range(len(slots[0]))}
     flat = [*chain.from_iterable(slots)]
-    odd = {i % len(slots[0]) for i, t in enumerate(flat) if t.is_neg() or t.is_conj()}
+    odd: set[int] = set()
     if not {*map(type, flat)} <= _PLAIN:
         odd |= {i % len(slots[0]) for i, t in enumerate(flat) if type(t) not in _PLAIN}
+    if any(map(Tensor.is_neg, flat)) or any(map(Tensor.is_complex, slots[0])):
+        odd |= {i % len(slots[0]) for i, t in enumerate(flat) if t.is_neg() or t.is_conj()}
     return odd
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..._algorithm.program import Sweep
-from .words import COMPARISONS, on_lists, on_tensors
+from .words import COMPARISONS, on_lists, on_numbers, on_tensors
 
 Lists = list[list[Tensor]]
 
@@ -187,6 +188,8 @@ def _of_scalars(op: str, args: Sequence[Any], dtype: torch.dtype) -> Any:
     lists = [arg for arg in args if isinstance(arg, list)]
     if not lists:
         return on_tensors(op, [*args], dtype)
+    if all(_is_number(arg) or _are_numbers(arg) for arg in args):
+        return on_numbers(op, [np.array(arg) if isinstance(arg, list) else arg for arg in args]).tolist()
     return [
         on_tensors(op, [arg[i] if isinstance(arg, list) else arg for arg in args], dtype)
         for i in range(len(lists[0]))

@@ -12,8 +12,17 @@ from torch import Tensor
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
-# numbers: those of a table's rows as an array, or a single one
+# a number
 
+_NUMBER: dict[str, Callable] = {
+    **{name: getattr(operator, name) for name in (*COMPARISONS, "add", "sub", "mul", "neg")},
+    "div": operator.truediv,
+    "constant": float,
+    "fma": lambda a, b, c: a * b + c,
+    "where": lambda condition, a, b: a if condition else b,
+}
+
+# numbers of a table's rows, as an array
 
 _NUMBERS: dict[str, Callable] = {
     "add": np.add,
@@ -51,6 +60,15 @@ def on_numbers(op: str, args: list[Any]) -> Any:
 
 def _as_floats(arg: Any) -> Any:
     return arg.astype(np.float64) if isinstance(arg, np.ndarray) and arg.dtype == bool else arg
+
+
+def _on_number(op: str, args: list[Any]) -> float | bool:
+    try:
+        found = _NUMBER[op](*args)
+    except (KeyError, ZeroDivisionError, OverflowError):
+        # numpy knows all words, and what is infinite
+        found = on_numbers(op, args)
+    return bool(found) if op in COMPARISONS else float(found)
 
 
 # tensors
@@ -105,8 +123,7 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> Any:
     """A word on tensors and numbers; on numbers alone it gives a number."""
     like = next((arg for arg in args if isinstance(arg, Tensor)), None)
     if like is None:
-        found = on_numbers(op, args)
-        return bool(found) if op in COMPARISONS else float(found)
+        return _on_number(op, args)
     if op == "where":
         # two numbers would have torch's default dtype
         numbers = not isinstance(args[1], Tensor) and not isinstance(args[2], Tensor)
