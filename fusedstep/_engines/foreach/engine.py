@@ -222,35 +222,40 @@ def _run(
     resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clears: bool
 ) -> list[list[Tensor]]:
     """One sweep over one list; returns what it sums. `skip`, if not None, is known to the device alone."""
-    dtype, slots = bucket.compute_dtype, bucket.program.slots
-    loaded: dict[int, list[Tensor]] = {}
-    for x in resolved.order:
-        if x.op == "load":
-            loaded[x.slot] = _load(part.tensors[x.slot], dtype, part.plain)
+    dtype, slots, tensors = bucket.compute_dtype, bucket.program.slots, part.tensors
+    loaded = tensors
+    if not part.plain or any(tensors[slot][0].dtype != dtype for _, slot in resolved.loads):
+        loaded = [[]] * len(tensors)
+        for _, slot in resolved.loads:
+            loaded[slot] = _load(tensors[slot], dtype, part.plain)
     values = resolved.run(loaded) if part.plain else resolved.run_one(loaded)
+    if resolved.is_in_place:
+        return []
+    of = dict(zip(resolved.order, values, strict=True))
+
+    def result(x: Any) -> list[Any]:
+        return of[x] if isinstance(x, Operation) else [x] * len(part.rows)
+
     stored = {slot for slot, _ in resolved.stores}
     # an operation may have left new numbers in the memory of a slot
-    homes = {id(tensors): slot for slot, tensors in loaded.items() if tensors is part.tensors[slot]}
+    homes = {id(loaded[slot]): slot for _, slot in resolved.loads if loaded[slot] is tensors[slot]}
     new: dict[int, list[Any]] = {}
     for slot, x in resolved.stores:
-        numbers = values[x] if isinstance(x, Operation) else [x] * len(part.rows)
+        numbers = result(x)
         home = homes.get(id(numbers), slot)
         # in the memory of another slot, which will be written
         new[slot] = [t.clone() for t in numbers] if home != slot and home in stored else numbers
+    resolved.is_in_place = part.plain and not resolved.folds and all(new[i] is tensors[i] for i in new)
     for slot, numbers in new.items():
-        tensors = part.tensors[slot]
         if slots[slot].letter == "g" and clears:
             # whether or not the step is taken, and though it may be expanded
-            for t in tensors:
+            for t in tensors[slot]:
                 t.zero_()
-        elif numbers is not tensors:
+        elif numbers is not tensors[slot]:
             # gradients that are unscaled: autograd is not told, as by torch's fused optimizers
-            tensors = [t.data for t in tensors] if slots[slot].letter == "g" else tensors
-            _store(tensors, numbers, skip, part.plain)
-    return [
-        _folded(kind, values[x] if isinstance(x, Operation) else [x] * len(part.rows), part.plain)
-        for kind, x in resolved.folds
-    ]
+            targets = [t.data for t in tensors[slot]] if slots[slot].letter == "g" else tensors[slot]
+            _store(targets, numbers, skip, part.plain)
+    return [_folded(kind, result(x), part.plain) for kind, x in resolved.folds]
 
 
 def _load(tensors: list[Tensor], dtype: torch.dtype, plain: bool) -> list[Tensor]:

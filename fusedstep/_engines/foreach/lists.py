@@ -18,7 +18,7 @@ from .words import COMPARISONS
 
 # of one slot, in one list; on the host they stay in the cache from one operation to the next
 LIST_BYTES = 64 << 20
-HOST_LIST_BYTES = 2 << 20
+HOST_LIST_BYTES = 5 << 19
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -139,7 +139,8 @@ def parts(table: Any, bucket: Any, sweep: Sweep, columns: Columns | None, is_hos
     odd = _odd_places(slots)
     if len(odd) < len(rows) and any(map(Tensor.is_complex, slots[0])):
         slots = [
-            [t if i in odd else torch.view_as_real(t) for i, t in enumerate(tensors)] for tensors in slots
+            [torch.view_as_real(t) if t.is_complex() and i not in odd else t for i, t in enumerate(tensors)]
+            for tensors in slots
         ]
     for i in odd:
         # a subclass need not know operations on lists
@@ -173,7 +174,8 @@ def _odd_places(slots: list[list[Tensor]]) -> set[int]:
     odd: set[int] = set()
     if not {*map(type, flat)} <= _PLAIN:
         odd |= {i % len(slots[0]) for i, t in enumerate(flat) if type(t) not in _PLAIN}
-    if any(map(Tensor.is_neg, flat)) or any(map(Tensor.is_complex, slots[0])):
+    # states were allocated here
+    if any(any(map(ask, slots[k])) for ask, k in ((Tensor.is_neg, 0), (Tensor.is_neg, 1), (Tensor.is_complex, 0))):
         odd |= {i % len(slots[0]) for i, t in enumerate(flat) if t.is_neg() or t.is_conj()}
     return odd
 
@@ -194,6 +196,8 @@ def _cut(part: Part, limit: int) -> Iterator[Part]:
     if not all(t.is_contiguous() for t in tensors):
         yield part
         return
-    length = limit // tensors[0].itemsize
+    # equal ones, and none much smaller than a list need be
+    count = -(-tensors[0].nbytes // limit)
+    length = -(-tensors[0].numel() // count)
     for pieces in zip(*(t.detach().view(-1).split(length) for t in tensors), strict=True):
         yield part._replace(tensors=[[t] for t in pieces])

@@ -7,7 +7,7 @@ the values that nobody needs after it: they may be overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,39 +60,44 @@ class Resolved:
         self.order = _ordered(results)
         last_use = {x: use for use in self.order for x in use.inputs}
         free = {x for x in self.order if x.op != "load" or x.slot in free_slots} - {*results}
-        self._calls = []
+        numbers = {x: i for i, x in enumerate(self.order)}
+        self.loads = [(numbers[x], x.slot) for x in self.order if x.op == "load"]
+        # whether operations left all results where they are stored; found out with the first list
+        self.is_in_place = False
+        # of every operation: what to call, its arguments, and those that are gone then; integers are places
+        self._calls: list[tuple[int, Callable, list[Any], list[int]]] = []
         for x in self.order:
+            if x.op == "load":
+                continue
             dying = tuple(
                 isinstance(arg, Operation) and arg in free and last_use[arg] is x and x.inputs.count(arg) == 1
                 for arg in x.args
             )
-            kinds = "".join(map(_kind, x.args))
-            call = None if x.op == "load" else on_lists(x.op, kinds, dying, dtype, is_host)
-            gone = [arg for arg in {*x.inputs} if last_use[arg] is x and arg not in results]
-            self._calls.append((x, call, gone))
+            call = on_lists(x.op, "".join(map(_kind, x.args)), dying, dtype, is_host)
+            args = [numbers[arg] if isinstance(arg, Operation) else arg for arg in x.args]
+            gone = [numbers[arg] for arg in {*x.inputs} if last_use[arg] is x and arg not in results]
+            self._calls.append((numbers[x], call, args, gone))
 
-    def run(self, loaded: dict[int, list[Tensor]]) -> dict[Operation, list[Tensor]]:
-        """Do them all, on these tensors of every slot."""
-        values: dict[Operation, list[Tensor]] = {}
-        for x, call, gone in self._calls:
-            if call is None:
-                values[x] = loaded[x.slot]
-                continue
-            values[x] = call(*[values[arg] if isinstance(arg, Operation) else arg for arg in x.args])
-            for arg in gone:
-                del values[arg]
+    def run(self, tensors: Lists | dict[int, list[Tensor]]) -> list[Any]:
+        """Do them all, on these tensors of every slot; returns the results in the order of operations."""
+        values: list[Any] = [None] * len(self.order)
+        for i, slot in self.loads:
+            values[i] = tensors[slot]
+        for i, call, args, gone in self._calls:
+            values[i] = call(*[values[arg] if type(arg) is int else arg for arg in args])
+            for at in gone:
+                values[at] = None
         return values
 
-    def run_one(self, loaded: dict[int, list[Tensor]]) -> dict[Operation, list[Tensor]]:
+    def run_one(self, tensors: Lists | dict[int, list[Tensor]]) -> list[Any]:
         """The same on one tensor, by ordinary operations that overwrite nothing: it may be of any subclass."""
-        values: dict[Operation, list[Tensor]] = {}
-        for x in self.order:
-            if x.op == "load":
-                values[x] = loaded[x.slot]
-            else:
-                args = [values[arg] if isinstance(arg, Operation) else arg for arg in x.args]
-                args = [arg[0] if isinstance(arg, list) else arg for arg in args]
-                values[x] = [on_tensors(x.op, args, self._dtype)]
+        values: list[Any] = [None] * len(self.order)
+        for i, slot in self.loads:
+            values[i] = tensors[slot]
+        for i, _, args, _ in self._calls:
+            found = [values[arg] if type(arg) is int else arg for arg in args]
+            found = [arg[0] if isinstance(arg, list) else arg for arg in found]
+            values[i] = [on_tensors(self.order[i].op, found, self._dtype)]
         return values
 
 
@@ -157,11 +162,15 @@ def _fused(a: Any, b: Any, c: Any, dtype: torch.dtype) -> Operation:
 
 
 def _plus_quotient(c: Operation, quotient: Operation, factor: Any, dtype: torch.dtype) -> Operation:
-    """c + factor * quotient, with all numbers in it drawn into the factor: every one is a pass over memory."""
+    """c + factor * quotient, with all numbers in it drawn into the factor: every one is a pass over memory.
+
+    Not where elements are as precise as numbers: what these are rounded to would show.
+    """
     top, bottom = quotient.args
-    if top.op == "mul" and _are_numbers(top.args[0]) and _are_numbers(factor):
+    draws = dtype != torch.float64 and _are_numbers(factor)
+    if draws and top.op == "mul" and _are_numbers(top.args[0]):
         factor, top = _of_scalars("mul", [factor, top.args[0]], dtype), top.args[1]
-    if bottom.op == "fma" and _are_numbers(factor) and _divides(bottom.args[0]) and _are_numbers(bottom.args[2]):
+    if draws and bottom.op == "fma" and _divides(bottom.args[0]) and _are_numbers(bottom.args[2]):
         by, x, offset = bottom.args
         bottom = Operation("add", [x, _of_scalars("div", [offset, by], dtype)])
         factor = _of_scalars("div", [factor, by], dtype)
