@@ -22,7 +22,8 @@ from fusedstep._algorithm.language import (
     where,
 )
 from fusedstep._algorithm.program import make_rule
-from fusedstep._engines.foreach import engine, lists, words
+from fusedstep._engines.foreach import lists, words
+from fusedstep._engines.foreach.engine import Executable
 from fusedstep._torch.optimizer import Optimizer
 from tests.cases import KINDS, name_of
 
@@ -174,7 +175,7 @@ def test_numbers_the_host_knows_are_those_the_device_computes(case, knows, monke
     optimizer = case.ours(params, engine="torch", **case.options)
     other.step()
     optimizer.step()
-    monkeypatch.setattr(engine.Executable, "_is_host", property(lambda self: False))
+    monkeypatch.setattr(Executable, "_is_host", property(lambda self: False))
     other_is_host = property(lambda self: True)
     for i in range(4):
         if i == 2:
@@ -186,7 +187,7 @@ def test_numbers_the_host_knows_are_those_the_device_computes(case, knows, monke
         params[1].grad = None if i == 1 else expected[0].new_ones(9)
         expected[1].grad = params[1].grad
         with monkeypatch.context() as here:
-            here.setattr(engine.Executable, "_is_host", other_is_host)
+            here.setattr(Executable, "_is_host", other_is_host)
             other.step()
         for table in optimizer._plan.tables:
             table.host_options[:] = table.options.numpy() if knows else np.nan

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class KnownSteps:
-    """A label for every count of a vector: from 0 on, the count itself; below 0, a name for one nobody has read.
+    """A label for every count of a vector: from 0 on, the count itself; below 0, a name for one nobody read.
 
-    Counts with the same label are equal. A step that the device may skip counts all its rows or none of them, so
-    that counts which were equal stay so, although nobody knows what they are.
+    Counts with the same label are equal. A step that the device may skip counts all its rows or none of them,
+    so that counts which were equal stay so, although nobody knows what they are.
     """
 
     def __init__(self, steps: Tensor) -> None:

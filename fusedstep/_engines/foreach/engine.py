@@ -246,6 +246,8 @@ def _run(
         # in the memory of another slot, which will be written
         new[slot] = [t.clone() for t in numbers] if home != slot and home in stored else numbers
     resolved.is_in_place = part.plain and not resolved.folds and all(new[i] is tensors[i] for i in new)
+    # before anything is stored: what is summed may be what was loaded
+    folded = [_folded(kind, result(x), part.plain) for kind, x in resolved.folds]
     for slot, numbers in new.items():
         if slots[slot].letter == "g" and clears:
             # whether or not the step is taken, and though it may be expanded
@@ -255,7 +257,7 @@ def _run(
             # gradients that are unscaled: autograd is not told, as by torch's fused optimizers
             targets = [t.data for t in tensors[slot]] if slots[slot].letter == "g" else tensors[slot]
             _store(targets, numbers, skip, part.plain)
-    return [_folded(kind, result(x), part.plain) for kind, x in resolved.folds]
+    return folded
 
 
 def _load(tensors: list[Tensor], dtype: torch.dtype, plain: bool) -> list[Tensor]:

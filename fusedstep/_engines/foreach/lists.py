@@ -136,7 +136,8 @@ def parts(table: Any, bucket: Any, sweep: Sweep, columns: Columns | None, is_hos
     """The live rows of a bucket, in lists of bounded size."""
     limit = HOST_LIST_BYTES if is_host else LIST_BYTES
     slots, rows = bucket.tensors, [bucket.first_row + i for i in bucket.live]
-    odd = _odd_places(slots)
+    # beside scalars of a subclass (LocalTensor: one for each rank) nothing may be overwritten
+    odd = _odd_places(slots) if type(table.scalars) is Tensor else {*range(len(rows))}
     if len(odd) < len(rows) and any(map(Tensor.is_complex, slots[0])):
         slots = [
             [torch.view_as_real(t) if t.is_complex() and i not in odd else t for i, t in enumerate(tensors)]
@@ -175,7 +176,8 @@ def _odd_places(slots: list[list[Tensor]]) -> set[int]:
     if not {*map(type, flat)} <= _PLAIN:
         odd |= {i % len(slots[0]) for i, t in enumerate(flat) if type(t) not in _PLAIN}
     # states were allocated here
-    if any(any(map(ask, slots[k])) for ask, k in ((Tensor.is_neg, 0), (Tensor.is_neg, 1), (Tensor.is_complex, 0))):
+    params, grads = slots[:2]
+    if any(map(Tensor.is_neg, params)) or any(map(Tensor.is_neg, grads)) or any(map(Tensor.is_complex, params)):
         odd |= {i % len(slots[0]) for i, t in enumerate(flat) if t.is_neg() or t.is_conj()}
     return odd
 

@@ -23,8 +23,8 @@ Lists = list[list[Tensor]]
 class Operation:
     """An operation on lists of tensors that will be there, and on scalars.
 
-    A scalar is a number, or a tensor of one element where only the device knows it; or a list of these, with one
-    for each tensor.
+    A scalar is a number, or a tensor of one element where only the device knows it; or a list of these, with
+    one for each tensor.
     """
 
     __slots__ = ("args", "op", "slot")
