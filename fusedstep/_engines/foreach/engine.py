@@ -218,9 +218,7 @@ def _status(skip: float | Tensor, amp: Amp, like: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def _run(
-    resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clears: bool
-) -> list[list[Tensor]]:
+def _run(resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clears: bool) -> list[list[Tensor]]:
     """One sweep over one list; returns what it sums. `skip`, if not None, is known to the device alone."""
     dtype, slots, tensors = bucket.compute_dtype, bucket.program.slots, part.tensors
     loaded = tensors
