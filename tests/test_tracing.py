@@ -186,8 +186,9 @@ class Seen(TorchDispatchMode):
         self.places = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
-            self.places.add(args[0].data_ptr())
+        if func._schema.is_mutable:
+            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.places.update(t.data_ptr() for t in written)
         return func(*args, **(kwargs or {}))
 
 

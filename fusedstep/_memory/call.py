@@ -20,7 +20,6 @@ from .row import Memory, Row, Settings, Update, make_row
 from .shards import local
 from .table import Table, make_tables
 from .table import step as step_tables
-from .transfer import upload
 
 # parameters, gradients and states in turn
 Lists = Sequence[list[Tensor]]
@@ -100,7 +99,7 @@ class Call:
         for table in self.tables:
             table.steps.fill_(count.reshape(()))
             if job.options != self._job.options:
-                upload(job.numbers, table.options)
+                table.set_options(job.numbers)
         self._job = job
         step_tables(self.tables, Amp(), job.settings)
         for k, tensors in enumerate(lists):

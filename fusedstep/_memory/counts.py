@@ -11,6 +11,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 
 from .._engines import is_traced, to_device
 from . import watch
+from .known_steps import KnownSteps
 from .row import Row
 from .transfer import upload
 
@@ -26,6 +27,7 @@ class StepCounts:
         # None where there is no memory to ask for
         self._address = watch.address(self.vector) if watch.has_address(self.vector) else None
         self._is_view = watch.check_of(self._views[0])
+        self.known = KnownSteps(self.vector)
         # counts that other processes see too, by row
         self._shared: dict[int, Tensor] = {}
 
@@ -46,6 +48,7 @@ class StepCounts:
         rows = {i: row for i, row in rows.items() if row.step is not self._views[i]}
         for row in rows.values():
             _check(row.step)
+        self.known.check()
         self._write({i: row.step for i, row in rows.items()})
         traced = is_traced()
         for i, row in rows.items():
@@ -81,6 +84,10 @@ class StepCounts:
             self.vector[to_device(places, self._device)] = to_device(values.to(self.vector.dtype), self._device)
         if tensors:
             torch._foreach_copy_([self._views[i] for i in tensors], [*tensors.values()], non_blocking=True)
+        if watch.has_address(self.vector) and self.vector.is_cpu:
+            # reading them waits for nothing
+            numbers = dict(enumerate(self.vector.tolist()))
+        self.known.adopt([*counts], [numbers.get(i) for i in counts])
 
     def fetch_shared(self) -> None:
         """Go on from what other processes have counted."""

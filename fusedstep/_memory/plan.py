@@ -24,7 +24,6 @@ from .bucket import Block
 from .options import COMMON, GroupOptions, TensorOption, read_again, read_group
 from .row import Memory, Row, Settings, make_row, program_of
 from .table import Table, make_tables, new_status, step
-from .transfer import upload
 
 _params = itemgetter("params")
 # how many parameters an error lists
@@ -255,7 +254,7 @@ class Plan:
                 )
             self._numbers[changed] = [self._options[i].numbers for i in changed]
             for table in self.tables:
-                upload(self._numbers, table.options)
+                table.set_options(self._numbers)
         self._copy_tensor_options()
 
     def _copy_tensor_options(self) -> None:
@@ -263,7 +262,7 @@ class Plan:
         for i, options in enumerate(self._options):
             for column, value in options.tensors:
                 for table in self.tables:
-                    table.options[i, column].copy_(value, non_blocking=True)
+                    table.set_tensor_option(i, column, value)
 
     def check_capturable(self, optimizer: Any) -> None:
         """Raise where a replay would not do what a step does."""

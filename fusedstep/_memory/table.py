@@ -108,9 +108,20 @@ class Table:
         self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
+        # the same on the host; NaN for those that are only known to a device
+        self.host_options = options.copy()
         self.step_counts = StepCounts(len(rows), self.device)
         self.step_counts.adopt(dict(enumerate(self.rows)))
-        self.steps = self.step_counts.vector
+        self.steps, self.known_steps = self.step_counts.vector, self.step_counts.known
+
+    def set_options(self, numbers: np.ndarray) -> None:
+        """Options of all groups; those that are tensors follow by `set_tensor_option`."""
+        upload(numbers, self.options)
+        self.host_options[:] = numbers
+
+    def set_tensor_option(self, group: int, column: int, value: Tensor) -> None:
+        self.options[group, column].copy_(value, non_blocking=True)
+        self.host_options[group, column] = np.nan
 
     def buckets_with(self, k: int) -> list[Bucket]:
         """Those that have a sweep `k`."""

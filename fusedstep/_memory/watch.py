@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engines import is_traced, is_watched
+from .._engines import is_traced
 
 try:
     # private, but an interface of torch's compiler: it compares dtype, device, sizes, strides, dispatch keys
@@ -47,8 +47,7 @@ def _python_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def make_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """check(*tensors): whether others are of the same kinds as these, in turn."""
-    # guards of torch's compiler also compare which modes are on
-    return (_python_check if TensorGuards is None or is_watched() else _compiled_check)(tensors)
+    return (_python_check if TensorGuards is None else _compiled_check)(tensors)
 
 
 class Kinds:
@@ -93,13 +92,12 @@ _MOST_CHECKS = 4096
 def check_of(t: Tensor) -> Callable[[Tensor], bool]:
     """check(tensor): whether another is of the same kind as `t`."""
     kind = attributes(t)
-    if is_watched():
-        return _python_check([t])
     try:
         check = _checks.get(kind)
     except TypeError:  # sizes that are symbols cannot be looked up
         return _python_check([t])
-    if check is None:
+    # guards also compare which modes are on, and what else torch keeps by thread
+    if check is None or not check(t):
         if len(_checks) >= _MOST_CHECKS:
             _checks.clear()
         check = _checks[kind] = make_check([t])

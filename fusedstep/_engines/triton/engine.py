@@ -212,6 +212,18 @@ class _Launch:
             self._compiled[key](*self._addresses, *map(_address, optional), *self._constants)
 
 
+_compiled: dict[tuple, Any] = {}
+
+
+def _specialised(argument: Any) -> Any:
+    """What Triton compiles for: the dtype of memory and whether it is aligned, and what is special of a number."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument.bit_length() < 32
+    return argument
+
+
 def _launcher(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Any:
     """Launches a compiled kernel as torch's compiler does: 5 us instead of the 21 of Triton's front door."""
     if device.type != "cuda":
