@@ -209,7 +209,7 @@ class Executable:
         # all in one piece: a list of rows would have to be copied to the device, which waits
         zero = next(iter(totals.values())).new_zeros(())
         rows = range(bucket.first_row, bucket.end_row)
-        target.copy_(torch.stack([totals[row] if row in totals else zero for row in rows]))
+        target.copy_(torch.stack([totals.get(row, zero) for row in rows]))
 
 
 def _status(skip: float | Tensor, amp: Amp, like: Tensor) -> Tensor:

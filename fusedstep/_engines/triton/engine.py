@@ -190,8 +190,13 @@ class _Launch:
 
     def _compile(self, optional: tuple) -> Any:
         args = (*self._tables, *optional, *self._constants)
-        compiled = self._kernel.warmup(*args, grid=self._grid, **self._options)
-        return _launcher(compiled, self._grid, self._tables[0].device)
+        device = self._tables[0].device
+        # new tables mostly need the kernels that the last ones had, which Triton takes long to find again
+        special = map(_specialised, (*self._tables, *optional))
+        key = self._kernel, device, *special, *self._constants, *self._options.items()
+        if key not in _compiled:
+            _compiled[key] = self._kernel.warmup(*args, grid=self._grid, **self._options)
+        return _launcher(_compiled[key], self._grid, device)
 
     def __call__(self, *optional: torch.Tensor | None) -> None:
         """Launch with these optional arguments, or without any."""
@@ -216,7 +221,7 @@ _compiled: dict[tuple, Any] = {}
 
 
 def _specialised(argument: Any) -> Any:
-    """What Triton compiles for: the dtype of memory and whether it is aligned, and what is special of a number."""
+    """What Triton compiles for: the dtype of memory and whether it is aligned, what is special in a number."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
