@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -83,7 +82,6 @@ def _telling(name: str) -> Callable:
     """A method of dict that tells about the change, and takes it back if that is refused."""
     method = getattr(dict, name)
 
-    @functools.wraps(method)
     def change(self: Group, *args: Any, **kwargs: Any) -> Any:
         before = dict(self)
         result = method(self, *args, **kwargs)
@@ -97,6 +95,8 @@ def _telling(name: str) -> Callable:
             raise
         return result
 
+    # not functools.wraps: doctest of Python 3.12 wants what it wraps to be a function
+    change.__name__, change.__doc__ = name, method.__doc__
     return change
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +14,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_h
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from .. import _engines
-from .._algorithm.program import EMA, NORM_TYPES, Rule, StepSpec
+from .._algorithm.program import EMA, NORM_TYPES, StepSpec
 from .._engines import Amp
 from .._memory.capture import Capture, Group
-from .._memory.options import COMMON
 from .._memory.plan import Plan, names_in
-from .._memory.row import Settings, Update
+from .._memory.row import Settings
 from .._memory.shards import (
     UnpicklableGroup,
     check_group,
@@ -30,69 +28,14 @@ from .._memory.shards import (
     ranks_of,
 )
 from .._memory.table import CLIP_SCOPES
-from .arguments import (
-    Argument,
-    Common,
-    as_skip,
-    as_state_dtype,
-    check_flags,
-    declared_arguments,
-    signature_of,
-    with_tuples,
-)
+from .arguments import as_skip, as_state_dtype, with_tuples
 from .checkpoint import loadable, unpack
+from .declaration import Declaration
 from .statistics import Statistics, collected
 
-COMMON_ARGUMENTS = declared_arguments(Common, {})
 
-
-class Optimizer(Common, torch.optim.Optimizer):
+class Optimizer(Declaration, torch.optim.Optimizer):
     """Base of all optimizers here; a subclass declares its arguments and its rules."""
-
-    # every rule that a group may have
-    rules: ClassVar[tuple[Rule, ...]]
-    # the words that an option is one of, instead of a number; each counts as its position here
-    words: ClassVar[dict[str, tuple[str, ...]]] = {}
-    # added to a norm before the limit is divided by it, as torch's clip_grad_norm_ does
-    clip_eps: ClassVar[float] = 1e-6
-    # other names that checkpoints have for its states
-    aliases: ClassVar[dict[str, str]] = {}
-
-    # made of these: all arguments; options of groups, those that rules take with the names of their scalars,
-    # and these names
-    arguments: ClassVar[dict[str, Argument]] = COMMON_ARGUMENTS
-    all_options: ClassVar[tuple[str, ...]]
-    options: ClassVar[dict[str, tuple[str, ...]]]
-    scalar_options: ClassVar[tuple[str, ...]]
-    # of options that are one number, their columns in tables
-    columns: ClassVar[dict[str, int]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        inherited: dict[str, Argument] = {}
-        for base in reversed(cls.__mro__[1:]):
-            inherited |= vars(base).get("arguments", {})
-        cls.arguments = declared_arguments(cls, inherited)
-        groups = {name: a for name, a in cls.arguments.items() if not a.for_all}
-        cls.all_options = (*groups,)
-        if not hasattr(cls, "rules"):
-            return
-        taken = {name for rule in cls.rules for name in rule.options}
-        cls.options = {name: a.scalars for name, a in groups.items() if taken.intersection(a.scalars)}
-        cls.scalar_options = tuple(name for scalars in cls.options.values() for name in scalars)
-        cls.columns = {
-            name: len(COMMON) + cls.scalar_options.index(name)
-            for name, scalars in cls.options.items()
-            if scalars == (name,) and name not in cls.words
-        }
-        unknown = taken.difference(cls.scalar_options)
-        if unknown:
-            raise TypeError(
-                f"a rule of {cls.__name__} takes {sorted(unknown)}, and the class declares "
-                f"{sorted(n for a in groups.values() for n in a.scalars)}; declare an option of that name"
-            )
-        if "__init__" not in vars(cls):
-            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
     def _setup(self, params: Any, **defaults: Any) -> None:
         """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
@@ -140,45 +83,6 @@ class Optimizer(Common, torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._capture: Capture | None = None
         self._shows_averages = False
-
-    def rule(self, group: dict[str, Any]) -> Rule:
-        """The rule that steps this group."""
-        return self.rules[0]
-
-    def update_of(self, group: dict[str, Any]) -> Update:
-        """That rule, and whether the group's parameters are averaged."""
-        return Update(self.rule(group), group.get("ema_decay") is not None)
-
-    def check_arguments(self, arguments: dict[str, Any]) -> None:
-        """Raise where what a constructor is given makes no sense.
-
-        The classes that stand for torch's look at that, and as torch's not at the options of groups.
-        """
-
-    def check(self, options: dict[str, Any]) -> None:
-        """Raise where options, of a group or of all, make no sense."""
-
-    def _check(self, options: dict[str, Any]) -> None:
-        limit, decay = options.get("max_grad_norm"), options.get("ema_decay")
-        if limit is not None and (not isinstance(limit, (int, float, Tensor)) or limit != limit):
-            raise ValueError(f"Invalid max_grad_norm: {limit!r}; use a number, or None for no limit")
-        if decay is not None and not (isinstance(decay, (int, float, Tensor)) and 0 <= decay <= 1):
-            raise ValueError(f"Invalid ema_decay: {decay!r}; use a number from 0 to 1, or None for no average")
-        self.check(options)
-        check_flags(options)
-
-    def number(self, option: str, value: Any) -> Any:
-        """The value of an option, a word as its number."""
-        words = self.words.get(option)
-        if words is None:
-            return value
-        if value not in words:
-            raise ValueError(f"Invalid {option}: {value!r}; use one of {words}")
-        return words.index(value)
-
-    def limit(self, group: dict[str, Any]) -> Any:
-        """The norm that this group's gradients are clipped to, if any."""
-        return group.get("max_grad_norm")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -465,24 +369,6 @@ class Optimizer(Common, torch.optim.Optimizer):
                 group.setdefault(name, value)
             group.update({name: a.default for name, a in self.arguments.items() if a.fixed})
         unpack(self.state, as_state_dtype(self.state_dtype))
-
-
-def _constructor(cls: type[Optimizer]) -> Callable:
-    """`__init__` with the arguments that a class declares."""
-    signature = signature_of(cls.arguments, COMMON_ARGUMENTS)
-
-    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        self._setup(**bound.arguments)
-
-    with_self = [
-        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        *signature.parameters.values(),
-    ]
-    __init__.__signature__ = inspect.Signature(with_self)  # type: ignore[attr-defined]
-    __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
-    return __init__
 
 
 @torch.no_grad()
