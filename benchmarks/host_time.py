@@ -37,7 +37,7 @@ def main() -> None:
         "  has anything changed": lambda: plan.refresh(ours, plan.spec),
         "  first launch: scalars": lambda: table.executable.prepare(0, Amp()),
         "  second launch: the update": lambda: table.executable.sweep(0, skips=False),
-        "  version counters": lambda: table.buckets[0].count_writes(plan.spec),
+        "  version counters": lambda: [block.count_writes(plan.spec) for block in table.blocks],
         "torch fused step": theirs.step,
         "our Lamb step, bert-large": lamb.step,
     }

@@ -136,18 +136,9 @@ PRIVATE = {
     "torch.distributed.tensor._dtensor_spec.TensorMeta": "the same",
     # an attribute that FSDP1 sets: without it, nothing is flat
     "_fsdp_flattened": "parameters that FSDP1 has joined and cut",
-    "torch._foreach_add": "lists in one call, as torch.optim does",
-    "torch._foreach_addcmul": "the same",
-    "torch._foreach_copy_": "the same",
-    "torch._foreach_cos": "the same",
-    "torch._foreach_div": "the same",
-    "torch._foreach_exp": "the same",
-    "torch._foreach_log": "the same",
+    "torch._foreach_copy_": "lists in one call, as torch.optim does; see test_lists.py for those found by name",
     "torch._foreach_mul": "the same",
-    "torch._foreach_neg": "the same",
-    "torch._foreach_sqrt": "the same",
-    "torch._foreach_sub": "the same",
-    "torch._foreach_tanh": "the same",
+    "torch._foreach_norm": "the same",
     "torch._foreach_zero_": "the same",
     "torch._C._len_torch_dispatch_stack": "whether somebody is shown every operation",
     "torch._C._functorch": "whether a transformation such as vmap is",
@@ -169,10 +160,12 @@ PRIVATE = {
     "torch.amp.GradScaler._check_scale_growth_tracker": "ours is torch's, but for who looks at gradients",
     "torch.amp.GradScaler._get_scale_async": "the same",
     "torch.amp.GradScaler._per_optimizer_states": "the same",
+    "torch.amp.GradScaler._scale": "the same",
 }
 # set by instances, or by nobody in a torch without it: no attribute of a class or module
 _OF_INSTANCES = {"_local_tensor", "_spec", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"} | {
     "_per_optimizer_states",
+    "_scale",
     "_step_supports_amp_scaling",
     "_fsdp_flattened",
 }

@@ -272,3 +272,31 @@ def test_a_word_is_what_plain_python_says(name, engine):
 def test_every_word_of_the_language_is_tested():
     public = {name for name in language._SUPPORTED.replace(",", "").split() if hasattr(language, name)}
     assert public - {"of"} <= {*WORDS}
+
+
+# found by name in torch, which calls them private
+BY_NAME = ["add", "addcdiv", "addcmul", "cos", "div", "exp", "lerp", "log", "maximum", "minimum", "mul", "neg"]
+BY_NAME += ["pow", "sqrt", "sub", "tanh"]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_torch_has_the_operations_on_lists(name):
+    """Fails with the first torch that does not; steps then take one tensor after the other."""
+    assert hasattr(torch, f"_foreach_{name}")
+    assert hasattr(torch, f"_foreach_{name}_")
+
+
+@pytest.mark.parametrize("case", KINDS, ids=name_of)
+def test_without_operations_on_lists_tensors_are_stepped_one_by_one(case, monkeypatch):
+    params = parameters([(3, 4), (5,)])
+    others = copies(params)
+    for step in range(2):
+        if step:
+            for name in BY_NAME:
+                monkeypatch.delattr(torch, f"_foreach_{name}")
+                monkeypatch.delattr(torch, f"_foreach_{name}_")
+        optimizer = case.ours([params, others][step], engine="torch", **case.options)
+        for _ in range(3):
+            optimizer.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -207,14 +208,24 @@ def _list_fma(kinds: str, free: tuple[bool, ...], is_host: bool) -> Call:
 
 
 def _foreach(op: str, in_place: bool) -> Call:
-    name = {"power": "pow"}.get(op, op)
-    if not in_place:
-        function = getattr(torch, f"_foreach_{name}")
-        return lambda *args, **how: [*function(*args, **how)]
-    function_ = getattr(torch, f"_foreach_{name}_")
+    name = {"power": "pow"}.get(op, op) + "_" * in_place
+    # private, but what torch.optim's own optimizers are made of; without it, one tensor after the other
+    function = getattr(torch, f"_foreach_{name}", None) or _looped(name)
 
     def call(*args: Any, **how: Any) -> list[Tensor]:
-        function_(*args, **how)
-        return args[0]
+        made = function(*args, **how)
+        return args[0] if in_place else [*made]
+
+    return call
+
+
+def _looped(name: str) -> Call:
+    method = getattr(Tensor, name)
+
+    def call(first: list[Tensor], *others: Any, **how: Any) -> list[Tensor]:
+        columns = (other if isinstance(other, (list, tuple)) else repeat(other) for other in others)
+        rows = zip(first, *columns, strict=False)
+        # the factor of addcmul and addcdiv
+        return [method(*row[:3], **({"value": row[3]} if row[3:] else {}), **how) for row in rows]
 
     return call
