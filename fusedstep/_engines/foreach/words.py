@@ -220,7 +220,8 @@ def _foreach(op: str, in_place: bool) -> Call:
 
 
 def _looped(name: str) -> Call:
-    method = getattr(Tensor, name)
+    # there is no Tensor.maximum_
+    method = getattr(Tensor, name, None) or (lambda x, y: x.copy_(getattr(Tensor, name[:-1])(x, y)))
 
     def call(first: list[Tensor], *others: Any, **how: Any) -> list[Tensor]:
         columns = (other if isinstance(other, (list, tuple)) else repeat(other) for other in others)
