@@ -36,7 +36,9 @@ def pickled(name):
 
 
 def check_goes_on(name, optimizer, params, engine):
-    """A few steps more lead where they led then."""
+    """A few steps more lead where they led then: by bits, but for the torch engine, which now rounds as torch's
+    own operations on lists do.
+    """
     train(optimizer, params, range(BEFORE, BEFORE + AFTER))
     recorded = saved(name)["after"]
     expected = recorded[engine]
@@ -45,7 +47,10 @@ def check_goes_on(name, optimizer, params, engine):
     assert found.keys() == expected.keys()
     for key, old in expected.items():
         assert found[key].dtype == old.dtype, key
-        assert torch.equal(found[key], old), key
+        if engine == "torch" and old.is_floating_point():
+            torch.testing.assert_close(found[key], old)
+        else:
+            assert torch.equal(found[key], old), key
 
 
 @rows

@@ -160,7 +160,7 @@ def on_lists(op: str, kinds: str, free: tuple[bool, ...], dtype: torch.dtype, is
         if found is not None and is_host and op == "mul" and "n" in kinds:
             # 0.18 ms for 400 tensors of 1,024, where a number takes 0.78: it would be wrapped for each
             return lambda *args: found(
-                *(torch.tensor(x, dtype=dtype) if isinstance(x, float) else x for x in args)
+                *(torch.tensor(x, dtype=dtype, device="cpu") if isinstance(x, float) else x for x in args)
             )
         if found is not None:
             return found
@@ -220,8 +220,10 @@ def _foreach(op: str, in_place: bool) -> Call:
 
 
 def _looped(name: str) -> Call:
-    # there is no Tensor.maximum_
-    method = getattr(Tensor, name, None) or (lambda x, y: x.copy_(getattr(Tensor, name[:-1])(x, y)))
+    method: Any = getattr(Tensor, name, None)
+    if method is None:
+        # there is no Tensor.maximum_
+        method = lambda x, y: x.copy_(getattr(Tensor, name[:-1])(x, y))
 
     def call(first: list[Tensor], *others: Any, **how: Any) -> list[Tensor]:
         columns = (other if isinstance(other, (list, tuple)) else repeat(other) for other in others)
