@@ -53,7 +53,7 @@ class Block:
 
     def forget(self) -> None:
         """Look at everything anew the next time."""
-        self._is_settled = False
+        self._is_settled, self._kept_changed = False, True
         # parameters and states of the rows that have started, if any has
         self._kept: Kept | None = None
         self._kept_addresses: list[int] = []
@@ -70,7 +70,8 @@ class Block:
         """Write where everything is now; False if rows must be looked at one by one, and settled again."""
         grads = [row.grad for row in self.rows] if self._has_explicit_grads else [*map(_grad, self._params)]
         parts = self._kept.look() if self._kept is not None else []
-        if not self._is_settled or parts is None:
+        self._kept_changed = not self._is_settled or parts is None
+        if parts is None or self._kept_changed:
             return False
         if self._kept is not None and self._kept.addresses != self._kept_addresses:
             self._write_kept(self._kept)
@@ -185,10 +186,11 @@ class Block:
         return range(self.first_row, self.first_row + len(self.rows))
 
     def stale_rows(self) -> list[int]:
-        """Rows that are not what they were made for. One that has no gradient now is made with its next one."""
-        kept_changed = self._kept is None or self._kept.look() is None
+        """After `refresh` has said no: rows that are not what they were made for. One that has no gradient now
+        is made with its next one.
+        """
         for row in self.rows:
-            if row.started and not (row.is_right() if kept_changed else row.takes(row.grad)):
+            if row.started and not (row.is_right() if self._kept_changed else row.takes(row.grad)):
                 row.started = False
         return [i for i, row in enumerate(self.rows) if not row.started and row.grad is not None]
 

@@ -24,9 +24,11 @@ class StepCounts:
         self.vector = torch.zeros(size, dtype=_get_scalar_dtype(), device=device)
         # select, not unbind: a view that may itself be written in place
         self._views = [self.vector[i] for i in range(size)]
-        # None where there is no memory to ask for
-        self._address = watch.address(self.vector) if watch.has_address(self.vector) else None
+        has_memory = watch.has_memory(self.vector) and not is_traced()
+        self._address = watch.address(self.vector) if has_memory else None
         self._is_view = watch.check_of(self._views[0])
+        # the same memory, if it is the host's: reading that waits for nothing
+        self._on_host = self.vector.numpy() if has_memory and self.vector.is_cpu else None
         self.known = KnownSteps(self.vector)
         # counts that other processes see too, by row
         self._shared: dict[int, Tensor] = {}
@@ -48,6 +50,8 @@ class StepCounts:
         rows = {i: row for i, row in rows.items() if row.step is not self._views[i]}
         for row in rows.values():
             _check(row.step)
+        if not rows:
+            return
         self.known.check()
         self._write({i: row.step for i, row in rows.items()})
         traced = is_traced()
@@ -75,18 +79,18 @@ class StepCounts:
             for i, count in counts.items()
             if i not in numbers
         }
-        if len(numbers) == len(self._views):
+        if self._on_host is not None:
+            self._on_host[[*numbers]] = [*numbers.values()]
+        elif len(numbers) == len(self._views):
             upload(np.array([numbers[i] for i in range(len(numbers))]), self.vector)
         elif numbers:
-            places, values = (
-                torch.tensor(column, device="cpu") for column in zip(*numbers.items(), strict=True)
-            )
+            columns = zip(*numbers.items(), strict=True)
+            places, values = (torch.tensor(column, device="cpu") for column in columns)
             self.vector[to_device(places, self._device)] = to_device(values.to(self.vector.dtype), self._device)
         if tensors:
             torch._foreach_copy_([self._views[i] for i in tensors], [*tensors.values()], non_blocking=True)
-        if watch.has_address(self.vector) and self.vector.is_cpu:
-            # reading them waits for nothing
-            numbers = dict(enumerate(self.vector.tolist()))
+        if self._on_host is not None:
+            numbers = dict(zip(counts, self._on_host[[*counts]].tolist(), strict=True))
         self.known.adopt([*counts], [numbers.get(i) for i in counts])
 
     def fetch_shared(self) -> None:

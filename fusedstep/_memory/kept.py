@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from .._engines import is_traced
 from . import shards, watch
 from .row import Row
 
@@ -47,7 +48,7 @@ class Kept:
         of_params, _, *of_states = zip(*(row.checks for row in rows), strict=True)
         steps = self._find_steps(self._states)
         # one that is traced, or of a subclass, has no memory of its own
-        self._asks_for_steps = all(map(watch.has_address, steps))
+        self._asks_for_steps = not is_traced() and all(map(watch.has_memory, steps))
         self._step_addresses = [*map(watch.address, steps)] if self._asks_for_steps else []
         checks = [*of_params, *chain.from_iterable(zip(*of_states, strict=True)), *watch.checks_of(steps)]
         self._check = watch.Kinds(checks)

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._engines import is_traced
-
 try:
     # private, but an interface of torch's compiler: it compares dtype, device, sizes, strides, dispatch keys
     # and type of many tensors in one call, 0.04 us each. Reading these attributes in Python takes 1 us each
@@ -79,9 +77,9 @@ class Kinds:
 _ROUNDS = 3
 
 
-def has_address(t: Any) -> bool:
-    """Whether a tensor has memory of its own: not one that is traced, on meta, or of a subclass."""
-    return type(t) is Tensor and not t.is_meta and not is_traced()
+def has_memory(t: Any) -> bool:
+    """Whether a tensor has memory of its own: not one on meta, or of a subclass."""
+    return type(t) is Tensor and not t.is_meta
 
 
 # most tensors of a model are of a few kinds
