@@ -73,8 +73,11 @@ class Block:
         self._kept_changed = not self._is_settled or parts is None
         if parts is None or self._kept_changed:
             return False
-        if self._kept is not None and self._kept.addresses != self._kept_addresses:
-            self._write_kept(self._kept)
+        if self._kept is not None:
+            if self._kept.counts_elsewhere:
+                return False
+            if self._kept.addresses != self._kept_addresses:
+                self._write_kept(self._kept)
         if not self._place_grads(grads):
             return False
         if not self._engine.BY_ADDRESS:
@@ -193,6 +196,11 @@ class Block:
             if row.started and not (row.is_right() if self._kept_changed else row.takes(row.grad)):
                 row.started = False
         return [i for i, row in enumerate(self.rows) if not row.started and row.grad is not None]
+
+    def follow_states(self) -> None:
+        """After rows were given other state dicts."""
+        if self._kept is not None:
+            self._kept.states = [self.rows[i].state for i in self._started]
 
     def settle(self) -> None:
         """Note the parameters and states of all started rows, and write where these are."""

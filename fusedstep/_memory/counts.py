@@ -64,6 +64,7 @@ class StepCounts:
             else:
                 row.step = self._views[i]
 
+    @torch.no_grad()
     def _write(self, counts: dict[int, Any]) -> None:
         # a tensor of the host that goes to a device is read, as a number
         is_elsewhere = self._device.type != "cpu" and not is_traced()
@@ -75,7 +76,7 @@ class StepCounts:
         # rows may have exchanged their states, and so their views
         ours = {*map(id, self._views)}
         tensors = {
-            i: (count.clone() if id(count) in ours else count.detach()).reshape(())
+            i: count.clone() if id(count) in ours else count if count.dim() == 0 else count.reshape(())
             for i, count in counts.items()
             if i not in numbers
         }

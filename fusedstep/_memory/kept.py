@@ -36,40 +36,43 @@ class Kept:
 
     def __init__(self, rows: list[Row]) -> None:
         program, self._by_address = rows[0].program, rows[0].engine.BY_ADDRESS
-        self._params, self._states = [row.param for row in rows], [row.state for row in rows]
+        self._params, self.states = [row.param for row in rows], [row.state for row in rows]
         self._find_states = _finder([slot.name for slot in program.states])
         self._find_steps = _finder(["step"] if program.saves_step else [])
         distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
-        tensors = self._params + self._find_states(self._states)
+        tensors = self._params + self._find_states(self.states)
         self._specs = [*map(shards.spec_of, tensors)] if self._any_distributed else []
         parts = parts_of(tensors, self._all_distributed) if self._any_distributed else tensors
         self.addresses = [*map(watch.address, parts)] if self._by_address else []
         of_params, _, *of_states = zip(*(row.checks for row in rows), strict=True)
-        steps = self._find_steps(self._states)
+        steps = self._find_steps(self.states)
         # one that is traced, or of a subclass, has no memory of its own
         self._asks_for_steps = not is_traced() and all(map(watch.has_memory, steps))
         self._step_addresses = [*map(watch.address, steps)] if self._asks_for_steps else []
-        checks = [*of_params, *chain.from_iterable(zip(*of_states, strict=True)), *watch.checks_of(steps)]
-        self._check = watch.Kinds(checks)
+        self._check = watch.Kinds([*of_params, *chain.from_iterable(zip(*of_states, strict=True))])
+        self._check_steps = watch.Kinds(watch.checks_of(steps))
+        # whether a state has another count than the one its row counts on
+        self.counts_elsewhere = False
 
     def look(self) -> list[Tensor] | None:
         """The parts that are here of all parameters, then of the states of each row in turn, and notes their
-        `addresses`. None if anything is not of the kind it was, or a row counts elsewhere.
+        `addresses`. None if anything is not of the kind it was.
         """
         try:
-            parts = tensors = self._params + self._find_states(self._states)
-            steps = self._find_steps(self._states)
+            parts = tensors = self._params + self._find_states(self.states)
+            steps = self._find_steps(self.states)
         except KeyError:
             return None
         if self._any_distributed:
             if not all(map(is_, map(shards.spec_of, tensors), self._specs)):
                 return None
             parts = parts_of(tensors, self._all_distributed)
-        if not self._check(parts + steps):
+        if not self._check(parts):
             return None
-        if self._asks_for_steps and [*map(watch.address, steps)] != self._step_addresses:
-            return None
+        self.counts_elsewhere = not self._check_steps(steps) or (
+            self._asks_for_steps and [*map(watch.address, steps)] != self._step_addresses
+        )
         if self._by_address:
             self.addresses = [*map(watch.address, parts)]
         return parts

@@ -185,7 +185,7 @@ class Plan:
                     found = state.get(row.param)
                     if found is not row.state and (found is not None or row.state):
                         row.state = {} if found is None else found
-                        block.forget()
+                block.follow_states()
         self._note_states(state)
 
     def _note_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -194,11 +194,10 @@ class Plan:
     def forget_states(self) -> None:
         """Keep none alive that is about to be replaced."""
         self._states, self._state_keys = [], []
-        for table in self.tables:
-            for block in table.blocks:
-                block.forget()
-                for row in block.rows:
-                    row.state = {}
+        for block in (block for table in self.tables for block in table.blocks):
+            for row in block.rows:
+                row.state = {}
+            block.follow_states()
 
     # options
 
