@@ -28,7 +28,7 @@ _grad = attrgetter("grad")
 _PARAM, _GRAD = range(2)
 # rows that are looked at together: few enough that their tensors are still in the cache at the next question,
 # and that to note them anew takes little
-_BLOCK = 128
+_BLOCK = 64
 
 
 class Block:
