@@ -23,10 +23,10 @@ class StepCounts:
         self._device = device
         self.vector = torch.zeros(size, dtype=_get_scalar_dtype(), device=device)
         # select, not unbind: a view that may itself be written in place
-        self._views = [self.vector[i] for i in range(size)]
+        self.views = [self.vector[i] for i in range(size)]
         has_memory = watch.has_memory(self.vector) and not is_traced()
         self._address = watch.address(self.vector) if has_memory else None
-        self._is_view = watch.check_of(self._views[0])
+        self._is_view = watch.check_of(self.views[0])
         # the same memory, if it is the host's: reading that waits for nothing
         self._on_host = self.vector.numpy() if has_memory and self.vector.is_cpu else None
         self.known = KnownSteps(self.vector)
@@ -41,13 +41,13 @@ class StepCounts:
         """Whether one of these views is no view of the vector any more."""
         if self._address is None:
             return False
-        views, size = [self._views[i] for i in places], self.vector.element_size()
+        views, size = [self.views[i] for i in places], self.vector.element_size()
         expected = [self._address + i * size for i in places]
         return not all(map(self._is_view, views)) or [*map(watch.address, views)] != expected
 
     def adopt(self, rows: dict[int, Row]) -> None:
         """Have these rows, by their places, go on here from the counts they have."""
-        rows = {i: row for i, row in rows.items() if row.step is not self._views[i]}
+        rows = {i: row for i, row in rows.items() if row.step is not self.views[i]}
         for row in rows.values():
             _check(row.step)
         if not rows:
@@ -62,7 +62,7 @@ class StepCounts:
                 _check_shared(row.step, row)
                 self._shared[i] = row.step
             else:
-                row.step = self._views[i]
+                row.step = self.views[i]
 
     @torch.no_grad()
     def _write(self, counts: dict[int, Any]) -> None:
@@ -73,23 +73,21 @@ class StepCounts:
             for i, count in counts.items()
             if not isinstance(count, Tensor) or (is_elsewhere and _is_on_host(count))
         }
-        # rows may have exchanged their states, and so their views
-        ours = {*map(id, self._views)}
         tensors = {
-            i: count.clone() if id(count) in ours else count if count.dim() == 0 else count.reshape(())
+            i: count if count.dim() == 0 else count.reshape(())
             for i, count in counts.items()
             if i not in numbers
         }
         if self._on_host is not None:
             self._on_host[[*numbers]] = [*numbers.values()]
-        elif len(numbers) == len(self._views):
+        elif len(numbers) == len(self.views):
             upload(np.array([numbers[i] for i in range(len(numbers))]), self.vector)
         elif numbers:
             columns = zip(*numbers.items(), strict=True)
             places, values = (torch.tensor(column, device="cpu") for column in columns)
             self.vector[to_device(places, self._device)] = to_device(values.to(self.vector.dtype), self._device)
         if tensors:
-            torch._foreach_copy_([self._views[i] for i in tensors], [*tensors.values()], non_blocking=True)
+            torch._foreach_copy_([self.views[i] for i in tensors], [*tensors.values()], non_blocking=True)
         if self._on_host is not None:
             numbers = dict(zip(counts, self._on_host[[*counts]].tolist(), strict=True))
         self.known.adopt([*counts], [numbers.get(i) for i in counts])
@@ -107,7 +105,7 @@ class StepCounts:
     def _both(self) -> tuple[list[Tensor], list[Tensor]]:
         """Counts that other processes see: here, and there."""
         shared = self._shared
-        return [self._views[i] for i in shared], [count.detach().view(()) for count in shared.values()]
+        return [self.views[i] for i in shared], [count.detach().view(()) for count in shared.values()]
 
 
 def _is_on_host(count: Any) -> bool:

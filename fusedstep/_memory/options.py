@@ -31,6 +31,10 @@ class GroupOptions(NamedTuple):
     # whether one is a tensor or a list, which may change in place
     is_mutable: bool
 
+    def columns(self) -> tuple[list[float], list[int]]:
+        """The numbers, and which of them only stand for tensors."""
+        return self.numbers, [tensor.column for tensor in self.tensors]
+
     @property
     def limit(self) -> float:
         return self.numbers[COMMON.index("max_grad_norm")]

@@ -161,9 +161,14 @@ class Plan:
         for (_, block), rows in zip(changed, made, strict=True):
             if not all(row.fits_in_place_of(block.rows[i]) for i, row in rows.items()):
                 return False
-        for (table, block), rows in zip(changed, made, strict=True):
+        for (_, block), rows in zip(changed, made, strict=True):
             for i, row in rows.items():
                 block.rows[i] = row
+        # all of them before one is written: rows may have exchanged their states, and so their counts
+        counted_here = {id(view) for table in self.tables for view in table.step_counts.views}
+        for table, block in changed:
+            table.find_counts(block, counted_here)
+        for (table, block), rows in zip(changed, made, strict=True):
             table.adopt_counts(block)
             for row in rows.values():
                 row.commit(memory)
@@ -197,7 +202,21 @@ class Plan:
         for block in (block for table in self.tables for block in table.blocks):
             for row in block.rows:
                 row.state = {}
-            block.follow_states()
+                # one whose count is not saved starts over, as it would in another process
+                row.started = row.started and row.program.saves_step
+            if all(row.started for row in block.rows):
+                block.follow_states()
+            else:
+                block.forget()
+
+    def close(self) -> None:
+        """Let go of everything, when another plan takes its place or a step has failed."""
+        self._states, self._state_keys = [], []
+        for table in self.tables:
+            # the two hold each other, and with them every tensor, until the garbage collector comes
+            del table.executable
+            for block in table.blocks:
+                block.tensors = []
 
     # options
 
@@ -244,7 +263,8 @@ class Plan:
 
     def _upload_options(self, before: list[GroupOptions], changed: list[int]) -> None:
         """Copy to the device unless these were there already."""
-        if any(before[i].numbers != self._options[i].numbers for i in changed):
+        # a number may be what stood for a tensor
+        if any(before[i].columns() != self._options[i].columns() for i in changed):
             if is_capturing():
                 raise RuntimeError(
                     "an option of a group has changed since the last step, and cannot be brought to the device "

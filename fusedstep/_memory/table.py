@@ -158,15 +158,22 @@ class Table:
     def blocks(self) -> list[Block]:
         return [block for bucket in self.buckets for block in bucket.blocks]
 
+    def find_counts(self, block: Block, counted_here: set[int]) -> None:
+        """Note the counts that the states of a block hold now; one that is another row's is read."""
+        for place, row in self._saving_rows(block):
+            count = row.state.get("step", 0.0)
+            is_other_rows = id(count) in counted_here and count is not self.step_counts.views[place]
+            row.step = count.clone() if is_other_rows else count
+
     def adopt_counts(self, block: Block) -> None:
-        """Have the rows of a block go on from the counts that they, or their states, hold now."""
-        started = {block.first_row + i: row for i, row in enumerate(block.rows) if row.started}
-        saving = [row for row in started.values() if row.program.saves_step]
-        for row in saving:
-            row.step = row.state.get("step", 0.0)
-        self.step_counts.adopt(started)
-        for row in saving:
+        """Have the rows of a block go on from the counts they have."""
+        self.step_counts.adopt({block.first_row + i: row for i, row in enumerate(block.rows) if row.started})
+        for _, row in self._saving_rows(block):
             row.state["step"] = row.step
+
+    def _saving_rows(self, block: Block) -> Iterator[tuple[int, Row]]:
+        rows = enumerate(block.rows, block.first_row)
+        return ((i, row) for i, row in rows if row.started and row.program.saves_step)
 
     # a step
 

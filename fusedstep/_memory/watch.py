@@ -40,7 +40,7 @@ def _compiled_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def _python_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     expected = [*map(attributes, tensors)]
-    return lambda *found: [*map(attributes, found)] == expected
+    return lambda *found: all(isinstance(t, Tensor) for t in found) and [*map(attributes, found)] == expected
 
 
 def make_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -174,16 +174,23 @@ class Optimizer(Declaration, torch.optim.Optimizer):
             self._capture.check(self, spec)
         # kept only if the step comes through: after an exception the next one starts over; but not from a graph
         plan, self._plan = self._plan if self._capture is None else self._capture.plan, None
-        if plan is None or not plan.refresh(self, spec):
+        try:
+            if plan is None or not plan.refresh(self, spec):
+                if captures:
+                    raise RuntimeError(
+                        "a CUDA graph can capture a step() only after one that was not captured, with the same "
+                        "arguments, parameters and dtypes: take one, then capture"
+                    )
+                old, plan = plan, Plan(self, spec, self._status, plan)
+                if old is not None:
+                    old.close()
             if captures:
-                raise RuntimeError(
-                    "a CUDA graph can capture a step() only after one that was not captured, with the same "
-                    "arguments, parameters and dtypes: take one, then capture"
-                )
-            plan = Plan(self, spec, self._status, plan)
-        if captures:
-            plan.check_capturable(self)
-        plan.step(amp, raises)
+                plan.check_capturable(self)
+            plan.step(amp, raises)
+        except BaseException:
+            if plan is not None and self._capture is None:
+                plan.close()
+            raise
         self._plan, self._status = plan, plan.status
         if captures:
             self.release_graph()

@@ -68,7 +68,7 @@ class Executable:
                 sweep()
         else:
             for bucket in self._table.buckets_with(k):
-                if bucket.program.sweeps[k].clears:
+                if bucket.program.sweeps[k].clears and bucket.live:
                     torch._foreach_zero_(bucket.local_grads())
 
 

@@ -1,0 +1,159 @@
+"""Rows are looked at in blocks: what crosses their borders, and what is left of a plan that was replaced."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+import fusedstep
+from fusedstep._memory import options, watch
+
+# several blocks
+COUNT = 150
+engines = pytest.mark.parametrize("engine", ["cpu", "torch"])
+
+
+def parameters(count=COUNT):
+    params = [torch.nn.Parameter(torch.randn(3)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.randn(3)
+    return params
+
+
+@engines
+@pytest.mark.parametrize("other", [1, 100])
+def test_states_that_are_exchanged_take_their_counts_along(other, engine):
+    params = parameters()
+    optimizer = fusedstep.AdamW(params, engine=engine)
+    optimizer.step()
+    for p in params[1:]:
+        p.grad = None
+    optimizer.step()
+    optimizer.step()
+    a, b, state = params[0], params[other], optimizer.state
+    state[a], state[b] = state[b], state[a]
+    b.grad = torch.randn(3)
+    optimizer.step()
+    assert (float(state[a]["step"]), float(state[b]["step"])) == (2, 4)
+
+
+@engines
+@pytest.mark.parametrize("other", [1, 100])
+def test_a_count_that_was_anothers_is_what_it_was(other, engine):
+    params = parameters()
+    optimizer = fusedstep.AdamW(params, engine=engine)
+    for _ in range(3):
+        optimizer.step()
+    a, b = (optimizer.state[params[i]] for i in (0, other))
+    b["step"], a["step"] = a["step"], torch.tensor(50.0)
+    optimizer.step()
+    assert (float(a["step"]), float(b["step"])) == (51, 4)
+
+
+@engines
+def test_an_option_that_was_a_tensor_may_become_one(engine, monkeypatch):
+    """1.0 is also what stands for a tensor in a table."""
+    # as if it lived on a device
+    monkeypatch.setattr(options, "is_traced", lambda: True)
+    p = torch.nn.Parameter(torch.zeros(4))
+    p.grad = torch.ones(4)
+    optimizer = fusedstep.SGD([p], lr=torch.tensor(0.5), engine=engine)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+    assert p.tolist() == [-1.5] * 4
+
+
+@pytest.mark.gpu
+def test_an_option_that_was_a_tensor_on_a_gpu_may_become_one():
+    p = torch.nn.Parameter(torch.zeros(4, device="cuda"))
+    p.grad = torch.ones_like(p)
+    optimizer = fusedstep.SGD([p], lr=torch.tensor(0.5, device="cuda"))
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+    assert p.tolist() == [-1.5] * 4
+
+
+@engines
+def test_a_skipped_step_clears_what_there_is(engine):
+    a, b = (torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64))
+    optimizer = fusedstep.AdamW([a, b], engine=engine, skip_nonfinite=True)
+    a.grad = torch.tensor([1.0, float("nan"), 1.0])
+    optimizer.step(zero_grad=True, set_to_none=False)
+    assert optimizer.skipped_steps == 1
+    assert a.grad.tolist() == [0, 0, 0]
+
+
+@engines
+def test_without_guards_what_is_no_tensor_is_no_tensor(engine, monkeypatch):
+    monkeypatch.setattr(watch, "TensorGuards", None)
+    monkeypatch.setattr(watch, "_checks", {})
+    params = parameters(5)
+    optimizer = fusedstep.AdamW(params, engine=engine)
+    for _ in range(6):
+        optimizer.step()
+    params[2].grad = None
+    optimizer.step()
+    optimizer.state[params[0]]["step"] = 5
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [6, 8, 6, 8, 8]
+
+
+def change_plan(optimizer):
+    optimizer.collect_statistics = True
+    optimizer.step()
+
+
+def fail(optimizer):
+    p = optimizer.param_groups[0]["params"][70]
+    grad, p.grad = p.grad, None
+    p.data = torch.randn(5)
+    p.grad = torch.randn(5)
+    with pytest.raises(RuntimeError, match="shape"):
+        optimizer.step()
+    p.grad = None
+    p.data = torch.randn(3)
+    p.grad = grad
+
+
+@engines
+@pytest.mark.parametrize("change", [change_plan, fail])
+def test_a_plan_that_is_gone_keeps_nothing_alive(change, engine):
+    """Without the garbage collector."""
+    params = parameters()
+    optimizer = fusedstep.AdamW(params, engine=engine)
+    for _ in range(4):
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    gc.collect()
+    gc.disable()
+    try:
+        change(optimizer)
+        gone = [weakref.ref(p.grad) for p in params]
+        gone += [weakref.ref(optimizer.state[p]["exp_avg"]) for p in params]
+        for p in params:
+            p.grad = None
+        optimizer.load_state_dict(saved)
+        assert sum(ref() is not None for ref in gone) == 0
+    finally:
+        gc.enable()
+
+
+@engines
+def test_a_loaded_momentum_is_no_first_one(engine):
+    p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    kept = {"lr": 1.0, "momentum": 0.9, "dampening": 0.5}
+    ours = fusedstep.SGD([p], engine=engine, skip_nonfinite=True, **kept)
+    theirs = torch.optim.SGD([q], **kept)
+    p.grad = torch.full((2,), float("nan"))
+    ours.step()
+    q.grad = torch.full((2,), 10.0)
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    p.grad = torch.ones(2)
+    ours.step()
+    assert p.tolist() == [-9.5, -9.5]
+    assert p in ours.unsaved_steps
