@@ -140,6 +140,7 @@ PRIVATE = {
     "torch._foreach_mul": "the same",
     "torch._foreach_norm": "the same",
     "torch._foreach_zero_": "the same",
+    "torch.Tensor._version": "whether somebody wrote a step count; torch's own notes on autograd name it",
     "torch._C._len_torch_dispatch_stack": "whether somebody is shown every operation",
     "torch._C._functorch": "whether a transformation such as vmap is",
     "torch._C._get_dispatch_mode": "whether operations are traced",

@@ -189,6 +189,22 @@ def is_traced() -> bool:
     )
 
 
+def clip_totals(kind: str, measured: np.ndarray, clip_ids: np.ndarray) -> np.ndarray:
+    """What was measured of all rows that are clipped together, by their number.
+
+    >>> clip_totals("sum", np.array([1.0, 2.0, 4.0]), np.array([1, 0, 1])).tolist()
+    [2.0, 5.0]
+    >>> clip_totals("max", np.array([1.0, 2.0, 4.0]), np.array([1, 0, 1])).tolist()
+    [2.0, 4.0]
+    """
+    count = int(clip_ids.max(initial=0)) + 1
+    if kind == "sum":
+        return np.bincount(clip_ids, measured, count)
+    totals = np.zeros(count)
+    np.maximum.at(totals, clip_ids, measured)
+    return totals
+
+
 def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Tensors cut into chunks of `size` elements: of every chunk its tensor, and its number within that.
 

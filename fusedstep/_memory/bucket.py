@@ -22,7 +22,7 @@ from .._engines import FIRST_POINTER, LIVE, NUMEL, UNMASKED_NUMEL
 from . import shards, watch
 from .formats import compute_dtype
 from .kept import Kept, parts_of
-from .row import Row
+from .row import Row, Settings
 
 _grad = attrgetter("grad")
 _PARAM, _GRAD = range(2)
@@ -44,8 +44,7 @@ class Block:
         self._params = [row.param for row in rows]
         self._everything = [*range(len(rows))]
         self._numels, self._engine, self._states = numels, rows[0].engine, len(rows[0].program.states)
-        # elements in full chunks: those of aligned tensors are read and written sixteen bytes at a time
-        self._full = full_chunks(numels, self._engine)
+        self._full = _in_full_chunks(numels, self._engine)
         self._has_explicit_grads = any(row.explicit_grad is not None for row in rows)
         self._are_distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed = any(self._are_distributed)
@@ -177,7 +176,7 @@ class Block:
                 found[at] = copy.data_ptr()
         live: Any = slice(None) if len(self.live) == len(self.rows) else self.live
         self.cells[live, FIRST_POINTER + _GRAD] = found
-        self.cells[live, UNMASKED_NUMEL] = np.where((found | self._alignments[live]) & 15, 0, self._full[live])
+        self.cells[live, UNMASKED_NUMEL] = _unmasked(self._full[live], found | self._alignments[live])
         self._grad_addresses = addresses
         self.cells_changed = True
 
@@ -188,13 +187,15 @@ class Block:
         """Of its rows in the table."""
         return range(self.first_row, self.first_row + len(self.rows))
 
-    def stale_rows(self) -> list[int]:
-        """After `refresh` has said no: rows that are not what they were made for. One that has no gradient now
-        is made with its next one.
+    def stale_rows(self, settings: Settings) -> list[int]:
+        """After `refresh` has said no: rows that are not what they were made for, and cannot be. One that has no
+        gradient now is made with its next one.
         """
         for row in self.rows:
-            if row.started and not (row.is_right() if self._kept_changed else row.takes(row.grad)):
-                row.started = False
+            if row.started and self._kept_changed:
+                row.started = row.is_right()
+            elif row.started and not row.takes(row.grad):
+                row.started = row.adapt(settings)
         return [i for i, row in enumerate(self.rows) if not row.started and row.grad is not None]
 
     def follow_states(self) -> None:
@@ -236,8 +237,13 @@ class Block:
             row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
 
 
-def full_chunks(numels: np.ndarray, engine: Any) -> np.ndarray:
-    return numels // engine.CHUNK * engine.CHUNK if engine.BY_ADDRESS else numels
+def _in_full_chunks(numels: np.ndarray, engine: Any) -> np.ndarray:
+    return numels // engine.CHUNK * engine.CHUNK
+
+
+def _unmasked(in_full_chunks: np.ndarray, addresses: np.ndarray) -> np.ndarray:
+    """How many elements are read and written sixteen bytes at a time: none where an address is not aligned."""
+    return np.where(addresses & 15, 0, in_full_chunks)
 
 
 class Bucket:
@@ -308,8 +314,8 @@ class Bucket:
 
     def write_addresses(self, addresses: np.ndarray) -> None:
         """Where the tensors of all rows are, by slot, if somebody else has asked."""
-        alignments = np.bitwise_or.reduce(addresses, axis=1)
-        self.cells[:, UNMASKED_NUMEL] = np.where(alignments & 15, 0, full_chunks(self.numels, self.engine))
+        in_full_chunks = _in_full_chunks(self.numels, self.engine)
+        self.cells[:, UNMASKED_NUMEL] = _unmasked(in_full_chunks, np.bitwise_or.reduce(addresses, axis=1))
         self.cells[:, FIRST_POINTER : FIRST_POINTER + addresses.shape[1]] = addresses
         self.note_upload(False)
 

@@ -20,17 +20,17 @@ class KnownSteps:
         self._steps = steps
         self._is_readable = type(steps) is Tensor
         self.labels = -1.0 - np.arange(len(steps))
-        self._version = self._current_version()
+        self._seen = self._current_version()
 
     def _current_version(self) -> int:
         return self._steps._version if self._is_readable else 0
 
     def check(self) -> None:
         """Call before the counts are used or written: forgets what may no longer hold."""
-        if self._current_version() != self._version:
+        if self._current_version() != self._seen:
             # somebody wrote through a view, such as state[p]["step"]
             self.labels = -1.0 - np.arange(len(self.labels))
-            self._version = self._current_version()
+            self._seen = self._current_version()
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             # collectives write without telling, as when rank 0 broadcasts its state
             self._forget(self.labels >= 0, np.zeros(len(self.labels)))
@@ -41,7 +41,7 @@ class KnownSteps:
         names = (lowest - 1.0 - i for i in range(len(places)))
         labels = [name if count is None else count for count, name in zip(counts, names, strict=True)]
         self.labels[[*places]] = labels
-        self._version = self._current_version()
+        self._seen = self._current_version()
 
     def advance(self, live: np.ndarray, may_skip: bool) -> None:
         """The device has just counted a step of the `live` rows, or perhaps skipped it."""
@@ -51,7 +51,7 @@ class KnownSteps:
         else:
             self._forget(np.zeros_like(is_known), live)
             self.labels[is_known] += live[is_known]
-        self._version = self._current_version()
+        self._seen = self._current_version()
 
     def _forget(self, which: np.ndarray, live: np.ndarray) -> None:
         """Names instead of these counts; what had one name keeps one where it is alike in `live`."""

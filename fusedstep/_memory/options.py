@@ -31,8 +31,8 @@ class GroupOptions(NamedTuple):
     # whether one is a tensor or a list, which may change in place
     is_mutable: bool
 
-    def columns(self) -> tuple[list[float], list[int]]:
-        """The numbers, and which of them only stand for tensors."""
+    def in_table(self) -> tuple[list[float], list[int]]:
+        """The numbers as tables have them, and the columns in which these only stand for tensors."""
         return self.numbers, [tensor.column for tensor in self.tensors]
 
     @property

@@ -1,9 +1,10 @@
 """Which tables an optimizer's step works on: built once, and brought up to date before every step.
 
 A gradient that goes or comes switches its row; what moved has its address written again; a parameter with its
-first gradient, a loaded state or a gradient of another layout has its own row made anew. Only what changes the
-set of rows or their programs builds new tables, and even these take over the rows that are still right.
-A plan keeps no gradient alive, and no state.
+first gradient, or a gradient or state of another kind, has its own row made anew. Only what changes the set of
+rows or their programs builds new tables, and even these take over the rows that are still right.
+A plan keeps no gradient alive, and no state that was replaced in its dict; it holds the dicts until the next
+step.
 """
 
 from __future__ import annotations
@@ -154,9 +155,10 @@ class Plan:
         if any(table.step_counts.has_lost(block.places) for table, block in changed):
             return False
         memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
-        # all of them before anything is changed
+        # all of them before a state or table is changed
         made = [
-            {i: self._make_again(block.rows[i], memory) for i in block.stale_rows()} for _, block in changed
+            {i: self._make_again(block.rows[i], memory) for i in block.stale_rows(self._settings)}
+            for _, block in changed
         ]
         for (_, block), rows in zip(changed, made, strict=True):
             if not all(row.fits_in_place_of(block.rows[i]) for i, row in rows.items()):
@@ -264,7 +266,7 @@ class Plan:
     def _upload_options(self, before: list[GroupOptions], changed: list[int]) -> None:
         """Copy to the device unless these were there already."""
         # a number may be what stood for a tensor
-        if any(before[i].columns() != self._options[i].columns() for i in changed):
+        if any(before[i].in_table() != self._options[i].in_table() for i in changed):
             if is_capturing():
                 raise RuntimeError(
                     "an option of a group has changed since the last step, and cannot be brought to the device "

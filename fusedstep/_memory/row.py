@@ -113,6 +113,17 @@ class Row:
         """Whether there is no gradient, or one of the kind it was made for."""
         return grad is None or self._is_like(grad, self.checks[_GRAD])
 
+    def adapt(self, settings: Settings) -> bool:
+        """Go on with a gradient of another kind; False if it is stored otherwise, which needs another row."""
+        _check(self.param, self.grad, settings)
+        g = local(self.grad)
+        if plain_format(g) != self.formats[_GRAD] or (self.engine.BY_ADDRESS and not _engines.is_plain(g)):
+            return False
+        if self.engine.BY_ADDRESS:
+            self.grad_copy = _stand_in(g, self.strides)
+        self.checks[_GRAD] = watch.check_of(g)
+        return True
+
     def _is_like(self, whole: Any, check: Callable[[Tensor], bool]) -> bool:
         if not isinstance(whole, Tensor):
             return False
@@ -220,11 +231,13 @@ def make_row(
         explicit_grad=grad,
     )
     if engine.BY_ADDRESS and started:
-        if not lies_like(p, strides):
-            row.param_copy = empty_like(p, strides)
-        if not lies_like(g, strides):
-            row.grad_copy = empty_like(g, strides)
+        row.param_copy, row.grad_copy = _stand_in(p, strides), _stand_in(g, strides)
     return row
+
+
+def _stand_in(t: Tensor, strides: tuple[int, ...]) -> Tensor | None:
+    """Dense memory for a tensor that does not lie so."""
+    return None if lies_like(t, strides) else empty_like(t, strides)
 
 
 @functools.cache

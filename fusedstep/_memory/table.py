@@ -89,6 +89,7 @@ class Table:
         for _, same in groupby(ordered, key=lambda row: keys[id(row)]):
             members, first = [*same], sum(len(bucket.rows) for bucket in self.buckets)
             self.buckets.append(Bucket(members, first, self.host_cells[first : first + len(members)]))
+        self.blocks = [block for bucket in self.buckets for block in bucket.blocks]
         programs = [bucket.program for bucket in self.buckets]
         self.sweep_count = max(len(program.sweeps) for program in programs)
         # mps has no float64
@@ -153,10 +154,6 @@ class Table:
     @property
     def rows(self) -> list[Row]:
         return [row for bucket in self.buckets for row in bucket.rows]
-
-    @property
-    def blocks(self) -> list[Block]:
-        return [block for bucket in self.buckets for block in bucket.blocks]
 
     def find_counts(self, block: Block, counted_here: set[int]) -> None:
         """Note the counts that the states of a block hold now; one that is another row's is read."""

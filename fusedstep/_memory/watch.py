@@ -1,8 +1,8 @@
 """Has anything changed since the last step? Asked by calls that Python offers, for all tensors at once.
 
 Every step must look at every tensor again: parameters, gradients and states may be re-allocated, replaced or
-changed in place at will. The questions are: is it the same object, of the same kind (dtype, device, sizes,
-strides, dispatch keys), and, where an engine works by address, at the same address?
+changed in place at will. The questions are: is it of the kind it was (dtype, device, sizes, strides, dispatch
+keys), and, where an engine works by address, where is it now?
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..._algorithm.program import Scalars, Sweep
-from .. import FOUND, SCALE, SKIP, SKIPPED, Amp, chunk_starts, chunks
+from .. import FOUND, SCALE, SKIP, SKIPPED, Amp, chunk_starts, chunks, clip_totals
 from .kernels import CHUNK, JOB, PREPARE_JOB, compile_prepare, compile_reduce, compile_sweep
 
 NAME = "cpu"
@@ -105,11 +105,7 @@ class _Prepare:
     def _add_up_clip_groups(self) -> None:
         kinds = self._table.shared_kinds
         for kind, measured, totals in zip(kinds, self._measured, self._clip_totals, strict=True):
-            if kind == "sum":
-                totals[:] = np.bincount(self._ids, measured, len(totals))
-            else:
-                totals[:] = 0
-                np.maximum.at(totals, self._ids, measured)
+            totals[:] = clip_totals(kind, measured, self._ids)
 
 
 class _Sweep:

@@ -41,6 +41,8 @@ class Executable:
 
     def __init__(self, table: Any) -> None:
         self._table = table
+        self._runs = [[Run(*run) for run in table.scalar_runs(k)] for k in range(table.sweep_count)]
+        self._reports = any(bucket.program.report_columns for bucket in table.buckets)
         self._columns: list[Columns] = []
         # whether the host knows that this step is skipped
         self._is_skipped = False
@@ -58,7 +60,7 @@ class Executable:
     @torch.no_grad()
     def prepare(self, k: int, amp: Amp) -> None:
         table = self._table
-        runs = [Run(*run) for run in table.scalar_runs(k)]
+        runs = self._runs[k]
         decides = any(run.scalars.skip is not None for run in runs)
         table.known_steps.check()
         known = self._host_inputs(amp, counts=decides and table.counts)
@@ -70,7 +72,7 @@ class Executable:
             first = run.scalars.first_column
             rest = [c for c in range(first, first + len(run.scalars.columns)) if c not in found]
             self._columns.append(Columns(run, found, device.columns(rest)))
-            if any(bucket.program.report_columns for bucket in table.buckets):
+            if self._reports:
                 self._report(run, found, device)
         if decides:
             skips = table.spec.skip_nonfinite or amp.found_inf is not None

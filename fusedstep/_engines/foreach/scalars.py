@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Scalars
-from .. import GROUP, Amp
+from .. import GROUP, Amp, clip_totals
 from .words import on_numbers, on_tensors
 
 
@@ -57,16 +57,14 @@ def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
             return None if known.steps is None else known.steps[run.rows]
         if kind in ("scale", "found_inf"):
             return known.scale if kind == "scale" else known.found_inf
-        if known.sums is None or known.measured is None:
+        if known.sums is None or known.measured is None or known.measured_ids is None:
             return None
         if kind == "fold":
             return known.sums[which, run.rows]
         if kind == "all_total":
             return known.measured[which].sum()
-        fold = np.sum if table.shared_kinds[which] == "sum" else np.max
-        ids = table.clip_ids[run.rows]
-        totals = {i: fold(np.where(known.measured_ids == i, known.measured[which], 0)) for i in {*ids.tolist()}}
-        return np.array([totals[i] for i in ids.tolist()])
+        totals = clip_totals(table.shared_kinds[which], known.measured[which], known.measured_ids)
+        return totals[table.clip_ids[run.rows]]
 
     values = [value(*at) for at in run.scalars.inputs]
     for op, args in run.scalars.code:
