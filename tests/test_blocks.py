@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedstep
-from fusedstep._memory import options, watch
+from fusedstep._memory import options, plan, watch
 
 # several blocks
 COUNT = 150
@@ -157,3 +157,26 @@ def test_a_loaded_momentum_is_no_first_one(engine):
     ours.step()
     assert p.tolist() == [-9.5, -9.5]
     assert p in ours.unsaved_steps
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch", "triton"])
+def test_gradients_of_other_layouts_keep_their_rows(engine, monkeypatch):
+    ours = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    optimizer, peer = fusedstep.AdamW(ours, lr=0.1, engine=engine), torch.optim.AdamW(theirs, lr=0.1)
+    layouts = [
+        torch.Tensor.clone,
+        lambda g: g.t().contiguous().t(),
+        lambda g: torch.stack((g, g), -1)[..., 0],
+        lambda g: torch.cat((torch.ones(1), g.flatten()))[1:].view(4, 4),
+    ]
+    for step in range(8):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            q.grad = torch.randn(4, 4)
+            p.grad = layouts[(step + i) % 4](q.grad)
+        optimizer.step()
+        peer.step()
+        if step == 0:
+            monkeypatch.setattr(plan, "make_row", None)
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q)
