@@ -188,8 +188,8 @@ class Block:
         return range(self.first_row, self.first_row + len(self.rows))
 
     def stale_rows(self, settings: Settings) -> list[int]:
-        """After `refresh` has said no: rows that cannot go on with what they have now. One without a gradient is
-        made with its next one.
+        """After `refresh` has said no: rows that cannot go on with what they have now. One without a gradient
+        is made with its next one.
         """
         for row in self.rows:
             if row.started and self._kept_changed:

@@ -1,8 +1,8 @@
 """Which tables an optimizer's step works on: built once, and brought up to date before every step.
 
 A gradient that goes or comes switches its row; what moved has its address written again; a gradient of another
-layout changes its row; a first gradient, or a state of another kind, has its row made anew. Only what changes the
-set of rows or their programs builds new tables, and even these take over the rows that are still right.
+layout changes its row; a first gradient, or a state of another kind, has its row made anew. Only what changes
+the set of rows or their programs builds new tables, and even these take over the rows that are still right.
 A plan keeps no gradient alive, and no state that was replaced in its dict; it holds the dicts until the next
 step.
 """
