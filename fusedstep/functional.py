@@ -12,18 +12,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._algorithm.program import NORM_TYPES
-from ._algorithm.rules import ADAM, AMSGRAD, SCALED
+from ._algorithm.rules import ADAMW, AMSGRADW, SCALED
 from ._algorithm.step import StepSpec
 from ._engines import NAMES as NAMES_OF_ENGINES
 from ._memory.call import Job, Lists, call
-from ._memory.formats import real_dtype
 from ._memory.options import COMMON
 from ._memory.row import Settings, Update
 from ._memory.shards import local
+from ._memory.storage import real_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_OPTIONS = dict.fromkeys(COMMON, 0.0)
-_ADAMW_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay")
+_ADAMW_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -148,12 +148,10 @@ def _adamw(
     maximize: bool,
     engine: str | None,
 ) -> None:
-    rule, lists = (AMSGRAD, lists) if amsgrad else (ADAM, lists[:4])
+    rule, lists = (AMSGRADW, lists) if amsgrad else (ADAMW, lists[:4])
     # float32, as the operator on Ascend computes its scalars
     settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
-    options = (
-        _NO_OPTIONS | {"maximize": float(maximize)} | dict(zip(_ADAMW_OPTIONS, [*values, 1.0], strict=True))
-    )
+    options = _NO_OPTIONS | {"maximize": float(maximize)} | dict(zip(_ADAMW_OPTIONS, values, strict=True))
     ends = [*lists[0][:1], *lists[0][-1:]]
     places = [t.data_ptr() for t in ends if isinstance(t, Tensor) and t.layout == torch.strided]
     key = (amsgrad, engine, len(lists[0]), *places)

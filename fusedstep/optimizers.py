@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim.optimizer import _to_scalar
 
 from ._algorithm.program import Rule
-from ._algorithm.rules import ADAM, AMSGRAD, BERT_ADAM, LAMB, MOMENTUM, SCHEDULES
+from ._algorithm.rules import ADAM, ADAMW, AMSGRAD, AMSGRADW, BERT_ADAM, LAMB, MOMENTUM, SCHEDULES
 from ._algorithm.rules import SGD as PLAIN_SGD
 from ._torch.arguments import (
     check_adam,
@@ -136,7 +136,7 @@ class Adam(Optimizer):
     fused: bool | None = keyword(default=None, kw_only=True)
     decoupled_weight_decay: bool = keyword(default=False, kw_only=True)
 
-    rules: ClassVar = (ADAM, AMSGRAD)
+    rules: ClassVar = (ADAM, ADAMW, AMSGRAD, AMSGRADW)
 
     def check_arguments(self, arguments: dict[str, Any]) -> None:
         check_adam(*(arguments[name] for name in ("lr", "betas", "eps", "weight_decay")))
@@ -144,6 +144,8 @@ class Adam(Optimizer):
         arguments["betas"] = tuple(map(_to_scalar, arguments["betas"]))
 
     def rule(self, group: dict[str, Any]) -> Rule:
+        if group["decoupled_weight_decay"]:
+            return AMSGRADW if group["amsgrad"] else ADAMW
         return AMSGRAD if group["amsgrad"] else ADAM
 
 

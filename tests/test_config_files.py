@@ -94,7 +94,7 @@ def test_state_dtype_is_understood_by_name(dtype, prefix):
     assert optimizer.state[p]["exp_avg"].dtype == dtype
 
 
-@pytest.mark.parametrize("name", ["int8", "torch.complex64", "fp32", ""])
+@pytest.mark.parametrize("name", ["int32", "torch.complex64", "fp32", ""])
 def test_a_name_of_no_state_dtype_is_refused_with_those_there_are(name):
     with pytest.raises(ValueError, match=rf"Invalid state_dtype: {name}; use .*torch.float32, .*bfloat16"):
         fusedstep.AdamW([parameter()], state_dtype=name)

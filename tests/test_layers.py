@@ -69,9 +69,11 @@ def test_imports_go_down_only(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "_algorithm").rglob("*.py")), ids=name_of)
 def test_what_is_computed_needs_the_standard_library_only(path):
+    # how it is stored is a matter of torch's dtypes
+    allowed = {"torch"} if path.name in ("formats.py", "program.py") else set()
     for name in imports(path):
         top = name.split(".")[0]
-        assert top in sys.stdlib_module_names or name.startswith("fusedstep._algorithm"), name
+        assert top in {*sys.stdlib_module_names} | allowed or name.startswith("fusedstep._algorithm"), name
 
 
 # the only files that may call by address: what llvmlite compiled, libm's functions, OpenMP's entry point

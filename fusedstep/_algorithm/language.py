@@ -157,7 +157,7 @@ def clamp(a, low, high):
 
 
 def abs(a):
-    return builtins.abs(a) if _known(a) else operation("maximum", a, -a)
+    return builtins.abs(a) if _known(a) else operation("abs", a)
 
 
 def sign(a):
@@ -196,9 +196,9 @@ def mix(old, new, keep):
 
 def mixed(old, new, keep, take):
     """The same where 1 - keep is known."""
-    d = new - old
     # old + take * d forgets the new where the old is much larger: start from the nearer end
-    return where(take < keep, fma(take, d, old), fma(-keep, d, new))
+    is_near = take < keep
+    return fma(where(is_near, take, -keep), new - old, where(is_near, old, new))
 
 
 # sums over tensors, and what is only looked at
@@ -237,9 +237,9 @@ def report(name, a):
     return a if _known(a) else Value("report", a, name)
 
 
-def slot(letter: str) -> Value:
-    """What is stored for each element under this letter: `p`, `g`, a state."""
-    value = Value("slot", letter)
+def plane(place: int) -> Value:
+    """What is stored for each element in a tensor of the row: parameter, gradient, a state or part of one."""
+    value = Value("plane", place)
     value.per_element = True
     return value
 

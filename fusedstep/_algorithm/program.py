@@ -12,9 +12,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .cut import Cut, Instruction, reachable, uniform_code
+import torch
+
+from .code import Instruction, reachable
+from .cut import Cut, uniform_code
+from .formats import Format, Plain, Plane, compute_dtype
 from .language import Value
-from .step import ONLY_UPDATE, StepSpec, keywords, trace_step
+from .step import GRAD, ONLY_UPDATE, PARAM, StepSpec, Stored, keywords, trace_step
 
 # the state that holds a moving average of the parameter
 EMA = "ema"
@@ -26,12 +30,14 @@ class Rule(NamedTuple):
     """An update, and the names of its states by their letters.
 
     `saves_step` says whether the step count is part of the saved state. Where it is not, the rule may ask only
-    whether this is the first step, and after loading a checkpoint it is not.
+    whether this is the first step, and after loading a checkpoint it is not. `nonnegative` are the letters of
+    states that are never below 0.
     """
 
     update: Callable
     states: Any
     saves_step: bool = True
+    nonnegative: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -44,7 +50,9 @@ class Rule(NamedTuple):
         return any(sweep.folds for sweep in compile_step(self).sweeps)
 
 
-def make_rule(update: Callable, states: Mapping[str, str], saves_step: bool = True) -> Rule:
+def make_rule(
+    update: Callable, states: Mapping[str, str], saves_step: bool = True, nonnegative: tuple[str, ...] = ()
+) -> Rule:
     """A rule whose arguments were checked against its states."""
     parameters = inspect.signature(update).parameters.values()
     found = [a.name for a in parameters if a.kind != a.KEYWORD_ONLY]
@@ -54,16 +62,7 @@ def make_rule(update: Callable, states: Mapping[str, str], saves_step: bool = Tr
             f"rule {update.__name__!r} takes {found} by position, and has the states {dict(states)}; take the "
             f"parameter, its gradient and the states, {expected}, and options after a `*`"
         )
-    return Rule(update, tuple(states.items()), saves_step)
-
-
-class Slot(NamedTuple):
-    """A number stored for each element: the parameter `p`, its gradient `g`, or a state with a name."""
-
-    letter: str
-    name: str
-    # what a new state begins as: "zeros", or a copy of the "param"
-    start: str = "zeros"
+    return Rule(update, tuple(states.items()), saves_step, nonnegative)
 
 
 class Fold(NamedTuple):
@@ -90,8 +89,8 @@ class Scalars(NamedTuple):
 class Sweep(NamedTuple):
     """One pass over memory.
 
-    Values are the slots it loads, then the columns of scalars it takes, then the results of `code`. It stores
-    values to slots and sums others, into the rows of a table of sums from `first_fold` on.
+    Values are the planes it loads, then the columns of scalars it takes, then the results of `code`. It stores
+    values to planes and sums others, into the rows of a table of sums from `first_fold` on.
     """
 
     scalars: Scalars | None
@@ -109,7 +108,8 @@ class Program(NamedTuple):
     """A step, resolved: what engines compile, and a key for what they compiled."""
 
     name: str
-    slots: tuple[Slot, ...]
+    # the parameter, its gradient, and what is in its state
+    planes: tuple[Plane, ...]
     sweeps: tuple[Sweep, ...]
     column_count: int
     # rows of the table of sums, and columns of the table of scalars, that statistics read
@@ -122,29 +122,67 @@ class Program(NamedTuple):
         return self.sweeps[-1].first_fold + len(self.sweeps[-1].folds)
 
     @property
-    def states(self) -> tuple[Slot, ...]:
-        return self.slots[2:]
+    def state_planes(self) -> tuple[Plane, ...]:
+        return self.planes[GRAD + 1 :]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.planes)
+
+    @property
+    def block(self) -> int:
+        """Elements that must be loaded and stored together."""
+        return max(plane.block for plane in self.planes)
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is rounded at random."""
+        return any(op == "draw" for sweep in self.sweeps for op, _ in sweep.code)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it works on anything but numbers, each by itself."""
+        return self.is_row_major or any(plane.is_whole for plane in self.planes)
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether it asks where an element is in its tensor, which must then lie row by row."""
+        return self.block > 1 or self.draws
+
+
+def slot_names(rule: Rule, averages: bool) -> tuple[str, ...]:
+    """What is stored for each element, by name: parameter, gradient, states."""
+    return ("param", "grad", *(name for _, name in rule.states), *((EMA,) if averages else ()))
+
+
+def _placed(names: tuple[str, ...], formats: tuple[Format, ...]) -> tuple[list[Plane], list[Stored]]:
+    """The planes of a row, and which of them are those of each slot: parameter and gradient come first."""
+    param, grad, *states = (f.planes(name) for name, f in zip(names, formats, strict=True))
+    planes, places = [param[0], *grad, *param[1:]], [(PARAM, *range(GRAD + 1, GRAD + len(param))), (GRAD,)]
+    for state in states:
+        places.append(tuple(range(len(planes), len(planes) + len(state))))
+        planes += state
+    return planes, [Stored(f, at) for f, at in zip(formats, places, strict=True)]
 
 
 @functools.cache
 def compile_step(
-    rule: Rule, spec: StepSpec = ONLY_UPDATE, averages: bool = False, lossy: frozenset[str] = frozenset()
+    rule: Rule, spec: StepSpec = ONLY_UPDATE, averages: bool = False, formats: tuple[Format, ...] = ()
 ) -> Program:
-    """The program of a rule with all that `spec` asks for; `lossy` are the letters of what is stored with less
-    precision than it is computed in.
-    """
-    graph = trace_step(rule.update, [letter for letter, _ in rule.states], spec, averages)
-    slots = (Slot("p", "param"), Slot("g", "grad"), *(Slot(letter, name) for letter, name in rule.states))
-    slots += (Slot("e", EMA, "param"),) if averages else ()
-    letters = [s.letter for s in slots]
-    cut = Cut(graph, spec, lossy, letters)
+    """The program of a rule with all that `spec` asks for, and slots stored in these formats."""
+    names = slot_names(rule, averages)
+    planes, slots = _placed(names, formats or (Plain(torch.float32),) * len(names))
+    graph = trace_step(rule.update, slots, spec, averages)
+    # gradients are not read back
+    lossy = [at for i, (format, places) in enumerate(slots) if i != GRAD and format.loses_bits for at in places]
+    cut = Cut(graph, spec, frozenset(lossy), len(planes))
     told = reachable(graph.stores.values(), "report") if spec.collect_statistics else []
     sweeps: list[Sweep] = []
     fold_rows: dict[Value, int] = {}
     column_count = 0
     for k in range(cut.last + 1):
         code, stores, folds = cut.code(k), cut.stores(k), cut.folds(k)
-        loads = tuple(letters.index(what) for kind, what in code.leaves if kind == "load")
+        loads = tuple(what for kind, what in code.leaves if kind == "load")
         columns = [what for kind, what in code.leaves if kind == "column"]
         reports = told if k == cut.last else []
         skip = [graph.skip] if k == cut.decision else []
@@ -164,10 +202,10 @@ def compile_step(
             loads=loads,
             columns=tuple(range(column_count, column_count + len(columns))),
             code=code.code,
-            stores=tuple((letters.index(letter), int(n)) for letter, n in zip(stores, stored, strict=True)),
+            stores=tuple((place, int(n)) for place, n in zip(stores, stored, strict=True)),
             folds=tuple(Fold(int(n), fold.args[1]) for n, fold in zip(folded, folds, strict=True)),
             first_fold=len(fold_rows),
-            clears="g" in stores and spec.zero_grads,
+            clears=GRAD in stores and spec.zero_grads,
         )
         sweeps.append(sweep)
         fold_rows |= {fold: len(fold_rows) + i for i, fold in enumerate(folds)}
@@ -175,7 +213,7 @@ def compile_step(
     first_report = column_count - len(told)
     return Program(
         name=rule.update.__name__,
-        slots=slots,
+        planes=tuple(planes),
         sweeps=tuple(sweeps),
         column_count=column_count,
         fold_names=tuple((name, fold_rows[fold]) for name, fold in graph.folds.items()),

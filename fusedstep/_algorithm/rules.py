@@ -29,17 +29,26 @@ def momentum(p, g, b, *, step, lr, weight_decay, momentum, dampening, nesterov):
     return fma(-lr, where(nesterov != 0, fma(momentum, b, g), b), p), b
 
 
-def adam(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay):
-    m, v = moments(decayed(p, g, (1 - decoupled_weight_decay) * weight_decay), m, v, beta1, beta2)
-    p = (1 - decoupled_weight_decay * lr * weight_decay) * p
+def adam(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay):
+    m, v = moments(decayed(p, g, weight_decay), m, v, beta1, beta2)
     return descended(p, m, v, step, lr, beta1, beta2, eps), m, v
 
 
-def amsgrad(p, g, m, v, w, *, step, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay):
-    m, v = moments(decayed(p, g, (1 - decoupled_weight_decay) * weight_decay), m, v, beta1, beta2)
+def adamw(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay):
+    m, v = moments(g, m, v, beta1, beta2)
+    return descended((1 - lr * weight_decay) * p, m, v, step, lr, beta1, beta2, eps), m, v
+
+
+def amsgrad(p, g, m, v, w, *, step, lr, beta1, beta2, eps, weight_decay):
+    m, v = moments(decayed(p, g, weight_decay), m, v, beta1, beta2)
     w = maximum(w, v)
-    p = (1 - decoupled_weight_decay * lr * weight_decay) * p
     return descended(p, m, w, step, lr, beta1, beta2, eps), m, v, w
+
+
+def amsgradw(p, g, m, v, w, *, step, lr, beta1, beta2, eps, weight_decay):
+    m, v = moments(g, m, v, beta1, beta2)
+    w = maximum(w, v)
+    return descended((1 - lr * weight_decay) * p, m, w, step, lr, beta1, beta2, eps), m, v, w
 
 
 def bert_adam(p, g, m, v, *, step, lr, warmup, t_total, schedule, b1, b2, e, weight_decay):
@@ -137,8 +146,10 @@ def smaller(a, b):
 
 SGD = make_rule(sgd, {}, saves_step=False)
 MOMENTUM = make_rule(momentum, {"b": "momentum_buffer"}, saves_step=False)
-ADAM = make_rule(adam, _MOMENTS)
-AMSGRAD = make_rule(amsgrad, {**_MOMENTS, "w": "max_exp_avg_sq"})
-BERT_ADAM = make_rule(bert_adam, _MOMENTS)
-LAMB = make_rule(lamb, _MOMENTS)
+ADAM = make_rule(adam, _MOMENTS, nonnegative=("v",))
+ADAMW = make_rule(adamw, _MOMENTS, nonnegative=("v",))
+AMSGRAD = make_rule(amsgrad, {**_MOMENTS, "w": "max_exp_avg_sq"}, nonnegative=("v", "w"))
+AMSGRADW = make_rule(amsgradw, {**_MOMENTS, "w": "max_exp_avg_sq"}, nonnegative=("v", "w"))
+BERT_ADAM = make_rule(bert_adam, _MOMENTS, nonnegative=("v",))
+LAMB = make_rule(lamb, _MOMENTS, nonnegative=("v",))
 SCALED = make_rule(scaled, {}, saves_step=False)

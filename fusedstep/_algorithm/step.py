@@ -7,9 +7,11 @@ graph of the step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from .bits import draw
+from .formats import Format
 from .language import (
     Value,
     abs,
@@ -18,8 +20,8 @@ from .language import (
     mixed,
     over_all,
     over_clip_group,
+    plane,
     report,
-    slot,
     sqrt,
     total,
     where,
@@ -72,10 +74,24 @@ def nonfinite(g):
     return where(g - g == 0, 0.0, 1.0)
 
 
-class Graph(NamedTuple):
-    """All that a step stores, sums and reports."""
+class Stored(NamedTuple):
+    """A number of each element as it is stored: the format, and the places of its planes in a row."""
 
-    stores: dict[str, Value]
+    format: Format
+    places: tuple[int, ...]
+
+    def load(self) -> Value:
+        return self.format.load(*map(plane, self.places))
+
+    def store(self, x: Value, slot: int) -> dict[int, Value]:
+        """What goes to each plane; a number in `slot` has random bits of its own."""
+        return dict(zip(self.places, self.format.store(x, draw(slot)), strict=True))
+
+
+class Graph(NamedTuple):
+    """All that a step stores, by the places of planes, and what it sums and reports."""
+
+    stores: dict[int, Value]
     folds: dict[str, Value]
     skip: Value
 
@@ -85,9 +101,14 @@ def keywords(update: Callable) -> list[str]:
     return [a.name for a in inspect.signature(update).parameters.values() if a.kind == a.KEYWORD_ONLY]
 
 
-def trace_step(update: Callable, letters: Iterable[str], spec: StepSpec, averages: bool) -> Graph:
-    """The graph of a step by an update whose states have these letters."""
-    p, raw, scale = slot("p"), slot("g"), given("scale")
+# of a row's planes; those of states follow
+PARAM, GRAD = range(2)
+
+
+def trace_step(update: Callable, slots: Sequence[Stored], spec: StepSpec, averages: bool) -> Graph:
+    """The graph of a step whose parameter, gradient, states and, if it averages, average are stored so."""
+    values = [each.load() for each in slots]
+    p, raw, scale = values[0], values[1], given("scale")
     # measured as they are stored: scaled
     squared = total(raw * raw) if spec.norm_type == 2 else largest(abs(raw))
     count = total(nonfinite(raw))
@@ -106,25 +127,27 @@ def trace_step(update: Callable, letters: Iterable[str], spec: StepSpec, average
         skip = skip + over_all(count)
         # a gradient may be used only once it is known whether the step is taken
         grad_scale = where(skip != 0, 0.0, grad_scale)
-    states = {letter: slot(letter) for letter in letters}
+    states = values[2:-1] if averages else values[2:]
     by_keyword = {name: given(name) for name in keywords(update)}
-    results = update(p, raw * grad_scale, *states.values(), **by_keyword)
+    results = update(p, raw * grad_scale, *states, **by_keyword)
     if not isinstance(results, tuple) or len(results) != 1 + len(states):
         raise TypeError(
             f"rule {update.__name__!r} returned {results!r}; return the new parameter and the new states, "
             f"a tuple of {1 + len(states)}"
         )
-    stores = dict(zip(["p", *states], results, strict=True))
-    new = stores["p"]
+    new, *new_states = results
     if averages:
         decay = given("ema_decay")
-        stores["e"] = mixed(slot("e"), new, decay, 1 - decay)
+        new_states.append(mixed(values[-1], new, decay, 1 - decay))
+    stores: dict[int, Any] = {}
+    for i, (each, x) in enumerate(zip([slots[0], *slots[2:]], [new, *new_states], strict=True)):
+        stores |= each.store(x, i)
     if spec.collect_statistics:
         change = new - p
         folds |= {"param": total(new * new), "update": total(change * change)}
     if spec.zero_grads:
-        stores["g"] = Value("constant", 0.0)
+        stores[GRAD] = Value("constant", 0.0)
     elif spec.unscale_grads:
         # as torch's scalers do it; exact for their scales, which are powers of two
-        stores["g"] = raw * (1 / scale)
+        stores[GRAD] = raw * (1 / scale)
     return Graph(stores, folds, skip)

@@ -5,7 +5,7 @@ An engine is a module with
 NAME                       as `engine=` takes it
 unavailable(device_type)   why it cannot run on this type of device; None if it can
 BY_ADDRESS                 whether it works on addresses (dense, plain tensors) or on tensors
-CHUNK                      if so, how many elements one unit of its work covers
+chunk(program)             if so, how many elements one unit of its work covers
 bind(table)                an `Executable`, with everything compiled: may raise, nothing has been written yet
 """
 
@@ -26,8 +26,9 @@ from torch import Tensor
 _MODULES = {"torch": "foreach", "cpu": "cpu", "triton": "triton"}
 NAMES = (*_MODULES,)
 
-# columns of a table's rows; the addresses of parameter, gradient and states follow
-LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, FIRST_POINTER = range(6)
+# columns of a table's rows. Random bits are drawn by a seed, the parameter's position in its optimizer, and the
+# index of an element in the whole tensor, of which this is the first. The addresses of all planes follow
+LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, SEED, POSITION, FIRST_INDEX, FIRST_POINTER = range(9)
 # of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)
@@ -96,7 +97,8 @@ class Engine(Protocol):
 
     NAME: str
     BY_ADDRESS: bool
-    CHUNK: int
+
+    def chunk(self, program: Any) -> int: ...
 
     def unavailable(self, device_type: str) -> str | None: ...
 
@@ -205,8 +207,9 @@ def clip_totals(kind: str, measured: np.ndarray, clip_ids: np.ndarray) -> np.nda
     return totals
 
 
-def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tensors cut into chunks of `size` elements: of every chunk its tensor, and its number within that.
+def chunks(numels: np.ndarray, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tensors cut into chunks of `size` elements: of every chunk its tensor, and its number within that. Each
+    tensor may have its own size.
 
     >>> [x.tolist() for x in chunks(np.array([5, 0, 2]), 2)]
     [[0, 0, 0, 2], [0, 1, 2, 0]]
@@ -216,7 +219,7 @@ def chunks(numels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
 
 
-def chunk_starts(numels: np.ndarray, size: int) -> np.ndarray:
+def chunk_starts(numels: np.ndarray, size: int | np.ndarray) -> np.ndarray:
     """Of every tensor the number of its first chunk, and how many there are.
 
     >>> chunk_starts(np.array([5, 0, 2]), 2).tolist()

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from .._algorithm.program import Scalars, StepSpec
+from .._algorithm.step import GRAD, PARAM
 from .._engines import FIRST_POINTER, LIVE, NUMEL, UNMASKED_NUMEL
 from . import shards, watch
-from .formats import compute_dtype
 from .kept import Kept, parts_of
 from .row import Row, Settings
 
 _grad = attrgetter("grad")
-_PARAM, _GRAD = range(2)
 # rows that are looked at together: few enough that their tensors are still in the cache at the next question,
 # and that to note them anew takes little
 _BLOCK = 64
@@ -39,12 +38,12 @@ class Block:
         # rows that have a gradient, and whether the cells are to be brought to the device
         self.live: list[int] = []
         self.cells_changed = True
-        # tensors of the live rows by slot, during a step of an engine that works on tensors
+        # tensors of the live rows by plane, during a step of an engine that works on tensors
         self.tensors: list[list[Tensor]] = []
         self._params = [row.param for row in rows]
         self._everything = [*range(len(rows))]
-        self._numels, self._engine, self._states = numels, rows[0].engine, len(rows[0].program.states)
-        self._full = _in_full_chunks(numels, self._engine)
+        self._numels, self._engine, self._states = numels, rows[0].engine, len(rows[0].program.state_planes)
+        self._full = _in_full_chunks(numels, rows[0])
         self._has_explicit_grads = any(row.explicit_grad is not None for row in rows)
         self._are_distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed = any(self._are_distributed)
@@ -89,9 +88,9 @@ class Block:
         for k, i in enumerate(self._started if self._has_staged else ()):
             copy = self.rows[i].param_copy
             if copy is not None:
-                addresses[k, _PARAM] = copy.data_ptr()
-        first_state = FIRST_POINTER + _GRAD + 1
-        self.cells[self._started, FIRST_POINTER + _PARAM] = addresses[:, 0]
+                addresses[k, PARAM] = copy.data_ptr()
+        first_state = FIRST_POINTER + GRAD + 1
+        self.cells[self._started, FIRST_POINTER + PARAM] = addresses[:, 0]
         self.cells[self._started, first_state : first_state + self._states] = addresses[:, 1:]
         self._alignments = np.zeros(len(self.rows), np.int64)
         self._alignments[self._started] = np.bitwise_or.reduce(addresses, axis=1)
@@ -144,7 +143,7 @@ class Block:
         if live != self.live or self._grad_addresses is None:
             self.live = live
             self._forget_grads()
-            self._check_grads = watch.Kinds([self.rows[i].checks[_GRAD] for i in live])
+            self._check_grads = watch.Kinds([self.rows[i].checks[GRAD] for i in live])
             is_live = np.zeros(len(grads), np.int64)
             is_live[live] = 1
             self.cells[:, LIVE], self.cells[:, NUMEL] = is_live, is_live * self._numels
@@ -175,7 +174,7 @@ class Block:
             for at, copy in ((at, copy) for at, copy in copies if copy is not None):
                 found[at] = copy.data_ptr()
         live: Any = slice(None) if len(self.live) == len(self.rows) else self.live
-        self.cells[live, FIRST_POINTER + _GRAD] = found
+        self.cells[live, FIRST_POINTER + GRAD] = found
         self.cells[live, UNMASKED_NUMEL] = _unmasked(self._full[live], found | self._alignments[live])
         self._grad_addresses = addresses
         self.cells_changed = True
@@ -237,8 +236,9 @@ class Block:
             row.param, row.state, row.explicit_grad, row.fresh = None, {}, None, {}  # type: ignore[assignment]
 
 
-def _in_full_chunks(numels: np.ndarray, engine: Any) -> np.ndarray:
-    return numels // engine.CHUNK * engine.CHUNK
+def _in_full_chunks(numels: np.ndarray, row: Row) -> np.ndarray:
+    size = row.engine.chunk(row.program)
+    return numels // size * size
 
 
 def _unmasked(in_full_chunks: np.ndarray, addresses: np.ndarray) -> np.ndarray:
@@ -247,12 +247,11 @@ def _unmasked(in_full_chunks: np.ndarray, addresses: np.ndarray) -> np.ndarray:
 
 
 class Bucket:
-    """The rows of a table that share a program and the format of every slot: what one launch updates."""
+    """The rows of a table that share a program: what one launch updates."""
 
     def __init__(self, rows: list[Row], first_row: int, cells: np.ndarray) -> None:
         self.first_row, self.end_row, self.cells = first_row, first_row + len(rows), cells
-        self.program, self.formats, self.engine = rows[0].program, rows[0].formats, rows[0].engine
-        self.compute_dtype = compute_dtype(self.formats)
+        self.program, self.engine = rows[0].program, rows[0].engine
         self.numels = np.array([row.numel for row in rows], np.int64)
         firsts = range(0, len(rows), _BLOCK)
         self.blocks = [
@@ -291,7 +290,7 @@ class Bucket:
 
     @property
     def tensors(self) -> list[list[Tensor]]:
-        """Tensors of the live rows by slot, during a step of an engine that works on tensors."""
+        """Tensors of the live rows by plane, during a step of an engine that works on tensors."""
         lent = [block.tensors for block in self.blocks if block.tensors]
         return [[*chain.from_iterable(column)] for column in zip(*lent, strict=True)]
 
@@ -313,8 +312,8 @@ class Bucket:
             block.release()
 
     def write_addresses(self, addresses: np.ndarray) -> None:
-        """Where the tensors of all rows are, by slot, if somebody else has asked."""
-        in_full_chunks = _in_full_chunks(self.numels, self.engine)
+        """Where the tensors of all rows are, by plane, if somebody else has asked."""
+        in_full_chunks = _in_full_chunks(self.numels, self.blocks[0].rows[0])
         self.cells[:, UNMASKED_NUMEL] = _unmasked(in_full_chunks, np.bitwise_or.reduce(addresses, axis=1))
         self.cells[:, FIRST_POINTER : FIRST_POINTER + addresses.shape[1]] = addresses
         self.note_upload(False)

@@ -37,7 +37,7 @@ class Kept:
     def __init__(self, rows: list[Row]) -> None:
         program, self._by_address = rows[0].program, rows[0].engine.BY_ADDRESS
         self._params, self.states = [row.param for row in rows], [row.state for row in rows]
-        self._find_states = _finder([slot.name for slot in program.states])
+        self._find_states = _finder([plane.name for plane in program.state_planes])
         self._find_steps = _finder(["step"] if program.saves_step else [])
         distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
@@ -78,7 +78,7 @@ class Kept:
         return parts
 
     def address_table(self) -> np.ndarray:
-        """Where parameters and states are: a row for each parameter, a column for each slot."""
+        """Where parameters and states are: a row for each parameter, a column for each plane but gradients."""
         count, found = len(self._params), np.array(self.addresses, np.int64)
         return np.concatenate((found[:count, None], found[count:].reshape(count, -1)), axis=1)
 

@@ -18,7 +18,16 @@ def dense_strides(t: Tensor) -> tuple[int, ...]:
     >>> dense_strides(torch.empty(4, 3).t()), dense_strides(torch.empty(4, 6)[:, :3])
     ((1, 3), (3, 1))
     """
-    return t.stride() if _is_dense(t) else torch.empty(t.shape, device="meta").stride()
+    return t.stride() if _is_dense(t) else row_strides(t)
+
+
+def row_strides(t: Tensor) -> tuple[int, ...]:
+    """The strides with which elements lie row by row, without gaps.
+
+    >>> row_strides(torch.empty(4, 3).t())
+    (4, 1)
+    """
+    return torch.empty(t.shape, device="meta").stride()
 
 
 def _is_dense(t: Tensor) -> bool:

@@ -76,6 +76,9 @@ class Plan:
             for p in members
             if p.grad is not None or p.requires_grad
         ]
+        positions = {id(p): i for i, p in enumerate(params)}
+        for row in rows:
+            row.position = positions[id(row.param)]
         # of those without gradient nothing is known where every operation is watched
         rows = [row for row in rows if row.started or not self._watched]
         # a frozen parameter has no row, and gets one with its first gradient
@@ -179,7 +182,9 @@ class Plan:
         return all(block.refresh() for _, block in changed)
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
-        return make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
+        made = make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
+        made.position = row.position
+        return made
 
     def _find_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Follow state dicts that were replaced."""

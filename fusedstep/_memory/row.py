@@ -12,13 +12,22 @@ import torch
 from torch import Tensor
 
 from .. import _engines
+from .._algorithm.formats import Format, Plane
 from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, compile_step
+from .._algorithm.step import GRAD, PARAM
 from . import shards, watch
-from .formats import Format, plain_format
-from .layout import dense_strides, empty_like, laid_like, lies_like
+from .layout import dense_strides, empty_like, laid_like, lies_like, row_strides
 from .shards import local
-
-_PARAM, _GRAD = range(2)
+from .storage import (
+    AS_PARAMETER,
+    Storage,
+    found_format,
+    found_master,
+    param_format,
+    plain_format,
+    plane_shape,
+    state_format,
+)
 
 
 class Settings(NamedTuple):
@@ -31,12 +40,13 @@ class Settings(NamedTuple):
 
     owner: str
     engine: str | None = None
-    state_dtype: torch.dtype | None = None
     clip_scope: str = "global"
     exact: torch.dtype = torch.float64
     counts: bool = True
     spec: StepSpec = ONLY_UPDATE
     norm_ranks: shards.Ranks | None = None
+    # of random bits
+    seed: int = 0
 
 
 class Memory(NamedTuple):
@@ -50,29 +60,39 @@ class Memory(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What is done to the parameters of a group: a rule, and whether they are averaged."""
+    """What is done to the parameters of a group: a rule, whether they are averaged, and how all is stored."""
 
     rule: Rule
     averages: bool = False
+    storage: Storage = AS_PARAMETER
+
+    @property
+    def saves_step(self) -> bool:
+        """Whether the step count is part of the saved state: random bits depend on it."""
+        return self.rule.saves_step or self.storage.draws
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A parameter with its states, the program and engine that step it, and how its slots are stored."""
+    """A parameter with its states, and the program and engine that step it."""
 
     param: Tensor
     group: int
     update: Update
     program: Program
-    engine: Any
+    # of the slots of the program
     formats: tuple[Format, ...]
+    engine: Any
     device: torch.device
     numel: int
     state: dict[str, Any]
     # the count so far; once the row is in a table, the tensor in which that counts
     step: Any
-    # of every slot, where an engine works by address
+    # of all planes, where an engine works by address
     strides: tuple[int, ...] = ()
+    # among the optimizer's parameters, and of the first element here in the whole tensor: for random bits
+    position: int = 0
+    first_index: int = 0
     # states that are new or had to move, not yet part of `state`
     fresh: dict[str, Tensor] = field(default_factory=dict)
     # False until the first gradient: what its gradient and states will be is only expected
@@ -82,7 +102,7 @@ class Row:
     # dense stand-ins for a parameter or gradient that does not lie so
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # of every slot, whether a tensor is of the kind the row was made for; none until the row is committed
+    # of every plane, whether a tensor is of the kind the row was made for; none until the row is committed
     checks: list[Any] = field(default_factory=list)
 
     @property
@@ -101,27 +121,28 @@ class Row:
 
     def fits_in_place_of(self, other: Row) -> bool:
         """Whether it can be stepped where the other is. Equal programs are one object."""
-        same = self.program is other.program and self.formats == other.formats
-        return same and self.table_key == other.table_key and self.numel == other.numel
+        same = self.program is other.program and self.table_key == other.table_key
+        return same and self.numel == other.numel
 
     def is_right(self) -> bool:
         """Whether its tensors are of the kinds it was made for."""
-        kept = zip((self.param, *self._states()), (self.checks[_PARAM], *self.checks[_GRAD + 1 :]), strict=True)
+        kept = zip((self.param, *self._states()), (self.checks[PARAM], *self.checks[GRAD + 1 :]), strict=True)
         return all(self._is_like(t, check) for t, check in kept) and self.takes(self.grad)
 
     def takes(self, grad: Any) -> bool:
         """Whether there is no gradient, or one of the kind it was made for."""
-        return grad is None or self._is_like(grad, self.checks[_GRAD])
+        return grad is None or self._is_like(grad, self.checks[GRAD])
 
     def adapt(self, settings: Settings) -> bool:
         """Go on with a gradient of another kind; False if it is stored otherwise, which needs another row."""
         _check(self.param, self.grad, settings)
         g = local(self.grad)
-        if plain_format(g) != self.formats[_GRAD] or (self.engine.BY_ADDRESS and not _engines.is_plain(g)):
+        is_other = plain_format(g).dtype != self.program.planes[GRAD].dtype
+        if is_other or (self.engine.BY_ADDRESS and not _engines.is_plain(g)):
             return False
         if self.engine.BY_ADDRESS:
             self.grad_copy = _stand_in(g, self.strides)
-        self.checks[_GRAD] = watch.check_of(g)
+        self.checks[GRAD] = watch.check_of(g)
         return True
 
     def _is_like(self, whole: Any, check: Callable[[Tensor], bool]) -> bool:
@@ -132,10 +153,10 @@ class Row:
         return check(whole)
 
     def _states(self) -> list[Any]:
-        return [self.state.get(slot.name) for slot in self.program.states]
+        return [self.state.get(plane.name) for plane in self.program.state_planes]
 
     def tensors(self) -> list[Any]:
-        """Parameter, gradient and states, in the order of the slots."""
+        """Parameter, gradient and states, in the order of the planes."""
         return [self.param, self.grad, *self._states()]
 
     def local_tensors(self) -> list[Any]:
@@ -187,45 +208,51 @@ def make_row(
         if settings.spec.needs_sums or update.rule.needs_sums:
             shards.check_sums(p, settings.owner, joined=settings.spec.measures_first)
     whole, p, g = p, local(p), local(found) if started else local(p)
-    state = memory.state.get(whole, {})
-    saves_step = update.rule.saves_step
-    names = [name for _, name in update.rule.states] + [EMA] * update.averages
-    if saves_step and state and not any(name in state for name in names):
+    state, rule, storage = memory.state.get(whole, {}), update.rule, update.storage
+    names = [name for _, name in rule.states] + [EMA] * update.averages
+    there = {name: found_format(name, state, storage.draws) for name in names}
+    if rule.saves_step and state and not any(there.values()):
         raise RuntimeError(
             f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {tuple(names)}: "
             "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
         )
-    old = [local(state[name]) for name in names if isinstance(state.get(name), Tensor)]
+    param = found_master(p, state) or param_format(whole, storage, settings.owner)
+    states = [there[name] or state_format(whole, rule, name, storage) for name in names]
+    formats = (param, plain_format(g), *states)
+    program = program_of(update, settings.spec, formats)
+    kept = [state[plane.name] for plane in program.state_planes if plane.name in state]
+    old = [local(t) for t in kept if isinstance(t, Tensor) and t.dtype.is_floating_point]
     engine = _engines.choose((p, g, *old), settings.engine)
-    strides = dense_strides(p) if engine.BY_ADDRESS else ()
-    step = state.get("step", 0.0) if saves_step else memory.unsaved_steps.get(whole, 1.0)
-    formats, fresh = [plain_format(p), plain_format(g)], {}
-    for name in names:
-        saved = state.get(name)
-        if saved is None:
-            # an average that comes in the middle of training does not start it over
-            step = step if saves_step or name == EMA else 0.0
-            dtype = state_dtype_for(p, name, settings.state_dtype)
-            tensor = _new_state(p, strides, dtype, engine, name) if started else p.new_empty(0, dtype=dtype)
-        else:
-            _check_state(saved, whole, name, memory.names.get(whole))
-            tensor = _adopted(local(saved), p, strides, engine)
-        formats.append(plain_format(tensor))
-        if started and tensor is not local(saved):
-            fresh[name] = shards.like(tensor, whole)
-    program = program_of(update, settings.spec, tuple(formats))
+    strides = () if not engine.BY_ADDRESS else row_strides(p) if program.is_row_major else dense_strides(p)
+    # an average that comes in the middle of training does not start it over
+    is_new = any(there[name] is None for name in names if name != EMA)
+    if update.saves_step:
+        # states without one come from where it need not be saved
+        step = state.get("step", 0.0 if rule.saves_step or is_new or not names else 1.0)
+    else:
+        step = 0.0 if is_new else memory.unsaved_steps.get(whole, 1.0)
+    fresh = {}
+    for plane in program.state_planes if started else ():
+        saved = state.get(plane.name)
+        if saved is not None:
+            _check_state(saved, whole, plane, memory.names.get(whole))
+        tensor = _made(plane, p, whole, strides, engine, local(saved))
+        if tensor is not local(saved):
+            shape = None if plane.block == 1 else plane_shape(plane, whole, whole)
+            fresh[plane.name] = shards.like(tensor, whole, shape)
     row = Row(
         param=whole,
         group=group,
         update=update,
         program=program,
+        formats=formats,
         engine=engine,
-        formats=tuple(formats),
         device=p.device,
         numel=p.numel() * (2 if p.is_complex() else 1) if engine.BY_ADDRESS else 0,
         state=state,
         step=step,
         strides=strides,
+        first_index=shards.first_index(whole, settings.owner) if program.draws else 0,
         fresh=fresh,
         started=started,
         explicit_grad=grad,
@@ -242,10 +269,7 @@ def _stand_in(t: Tensor, strides: tuple[int, ...]) -> Tensor | None:
 
 @functools.cache
 def program_of(update: Update, spec: StepSpec, formats: tuple[Format, ...]) -> Program:
-    letters = ["p", "g", *(letter for letter, _ in update.rule.states), *(["e"] if update.averages else [])]
-    # a parameter is stored last, and once, whatever it loses
-    lossy = frozenset(x for x, f in zip(letters[2:], formats[2:], strict=True) if f.loses_bits)
-    return compile_step(update.rule, spec, update.averages, lossy)
+    return compile_step(update.rule._replace(saves_step=update.saves_step), spec, update.averages, formats)
 
 
 def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
@@ -272,36 +296,41 @@ def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
     shards.check(p, g, owner)
 
 
-def state_dtype_for(p: Tensor, name: str, chosen: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's state: the chosen one, or its own."""
-    if name == EMA:
-        # sixteen bits would lose what a step adds to it
-        return torch.promote_types(p.dtype, torch.float32)
-    if chosen is None or not p.is_complex():
-        return p.dtype if chosen is None else chosen
-    if chosen == torch.bfloat16:
-        raise ValueError("there is no complex bfloat16; use state_dtype=torch.float32 for complex parameters")
-    return chosen.to_complex()
+# states that begin as a copy of their parameter; others begin with zeros
+_COPIES = (EMA, "master")
 
 
-def _new_state(p: Tensor, strides: tuple, dtype: torch.dtype, engine: Any, name: str) -> Tensor:
+def _made(plane: Plane, p: Tensor, whole: Tensor, strides: tuple, engine: Any, found: Any) -> Tensor:
+    """A plane of the part `p` that is here: the one that was found, on the right device and laid out as it
+    should be, or a new one.
+    """
+    shape = plane_shape(plane, whole, p)
+    if found is not None:
+        found = found if found.device == p.device else found.to(p.device)
+        if plane.block > 1:
+            return found.contiguous()
+        return laid_like(found, strides) if engine.BY_ADDRESS else found
+    dtype = plane.dtype.to_complex() if p.is_complex() else plane.dtype
+    if plane.block > 1:
+        return torch.zeros(shape, dtype=dtype, device=p.device)
     if engine.BY_ADDRESS:
         tensor = empty_like(p, strides, dtype)
     else:
         tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)
-    return tensor.copy_(p) if name == EMA else tensor.zero_()
+    return tensor.copy_(p) if plane.name in _COPIES else tensor.zero_()
 
 
-def _check_state(found: Any, p: Tensor, name: str, param_name: str | None) -> None:
+def _check_state(found: Any, p: Tensor, plane: Plane, param_name: str | None) -> None:
+    name = plane.name
     if not isinstance(found, Tensor):
         raise TypeError(f"state {name!r} is a {type(found).__name__}, not a tensor; load a matching checkpoint")
     owner = "its parameter" if param_name is None else f"its parameter {param_name!r}"
-    if found.shape != p.shape or found.is_complex() != p.is_complex():
+    if found.shape != plane_shape(plane, p, p) or found.is_complex() != p.is_complex():
         raise RuntimeError(
             f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, {owner} "
             f"{tuple(p.shape)} and {p.dtype}; load a matching checkpoint or delete optimizer.state[p]"
         )
-    if not (found.is_floating_point() or found.is_complex()):
+    if found.dtype != plane.dtype and not (found.is_floating_point() or found.is_complex()):
         raise TypeError(
             f"state {name!r} of {owner.removeprefix('its ')} is {found.dtype}, not floating-point; load a "
             "matching checkpoint"
@@ -311,9 +340,3 @@ def _check_state(found: Any, p: Tensor, name: str, param_name: str | None) -> No
             f"state {name!r} is not distributed as {owner} is; load the checkpoint with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
-
-
-def _adopted(found: Tensor, p: Tensor, strides: tuple, engine: Any) -> Tensor:
-    """A state that exists, on the parameter's device and laid out like it."""
-    found = found if found.device == p.device else found.to(p.device)
-    return laid_like(found, strides) if engine.BY_ADDRESS else found

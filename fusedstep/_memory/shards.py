@@ -33,15 +33,16 @@ def local(t: Any) -> Any:
     return part.wait() if hasattr(part, "wait") else part
 
 
-def like(part: Tensor, p: Any) -> Tensor:
-    """A tensor that is distributed as `p` is, and of which `part` is here."""
+def like(part: Tensor, p: Any, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor that is distributed as `p` is, and of which `part` is here; of another shape, if given."""
     if not is_distributed(p):
         return part
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # as FSDP2 makes its parameters; from_local would move a part that was offloaded to the mesh's devices
-    meta = TensorMeta(p.shape, p.stride(), part.dtype)
+    strides = p.stride() if shape is None else torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(p.shape if shape is None else torch.Size(shape), strides, part.dtype)
     return DTensor(part, DTensorSpec(p.device_mesh, p.placements, meta), requires_grad=False)
 
 
@@ -83,6 +84,40 @@ def check(p: Any, g: Any, owner: str) -> None:
 def is_flat(p: Tensor) -> bool:
     """Whether FSDP1 has joined this parameter with others and cut them, without saying where."""
     return getattr(p, "_fsdp_flattened", False)
+
+
+def is_cut(p: Any) -> bool:
+    """Whether other ranks hold other parts of a parameter."""
+    return is_distributed(p) and not all(placement.is_replicate() for placement in p.placements)
+
+
+def has_whole_rows(p: Any) -> bool:
+    """Whether the part that is here consists of rows of dimension 0."""
+    if not is_distributed(p):
+        return not is_flat(p)
+    return all(placement.is_replicate() or placement.is_shard(0) for placement in p.placements)
+
+
+def first_index(p: Any, owner: str) -> int:
+    """Where the first element of the part that is here is in the whole tensor, counted row by row."""
+    if not is_cut(p) and not is_flat(p):
+        return 0
+    from torch.distributed.tensor import Shard
+
+    # a strided shard is a subclass, and has rows from several places
+    placements = getattr(p, "placements", ())
+    cuts = [placement for placement in placements if not placement.is_replicate()]
+    if len(cuts) != 1 or type(cuts[0]) is not Shard or cuts[0].dim != 0:
+        raise RuntimeError(
+            f"{owner} draws random bits by the place of an element in its tensor, and found a parameter "
+            f"{'that FSDP1 has flattened' if is_flat(p) else f'sharded as {placements}'}; use FSDP2, which shards "
+            'along dimension 0, or rounding="nearest"'
+        )
+    mesh_dim = placements.index(cuts[0])
+    ranks, rank = p.device_mesh.size(mesh_dim), p.device_mesh.get_local_rank(mesh_dim)
+    # as torch.chunk cuts
+    rows = min(-(-p.shape[0] // ranks) * rank, p.shape[0])
+    return rows * (p.numel() // p.shape[0]) if p.shape[0] else 0
 
 
 def on_several_meshes(params: Iterable[Any]) -> bool:

@@ -1,7 +1,7 @@
 """Tables of addresses, sizes, step counts and scalars: what an engine works on.
 
     Table     what one engine steps on one device
-    Bucket    the rows of a table that share a program and formats: what one launch updates
+    Bucket    the rows of a table that share a program: what one launch updates
     Block     the rows of a bucket that are looked at together before a step
 
 Before each sweep, scalars are computed from the step count, the options and what earlier sweeps summed over
@@ -18,12 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._algorithm.program import Scalars
+from .._algorithm.program import Program, Scalars
 from .._engines import (
     CLIP_ID,
+    FIRST_INDEX,
     FIRST_POINTER,
     FOUND,
     GROUP,
+    POSITION,
+    SEED,
     Amp,
     Executable,
     is_capturing,
@@ -56,6 +59,11 @@ def new_status(device: torch.device) -> Tensor:
     return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
 
 
+def _stored(program: Program) -> list[str]:
+    """How a row of a program is stored, as something to sort by."""
+    return [str(plane) for plane in program.planes]
+
+
 class Table:
     """Step counts, options, scalars, sums and addresses of what one engine steps on one device."""
 
@@ -71,33 +79,41 @@ class Table:
     ) -> None:
         self.engine, self.device, self.counts = rows[0].engine, rows[0].param.device, settings.counts
         self.spec, self.option_columns = settings.spec, {name: i for i, name in enumerate(names)}
-        # programs in the order of the groups, which is the same on all ranks; equal ones are one object
-        numbers = {key: i for i, key in enumerate(dict.fromkeys(id(row.program) for row in rows))}
-        formats = {each: [*map(str, each)] for each in {row.formats for row in rows}}
-        keys = {id(row): (numbers[id(row.program)], formats[row.formats]) for row in rows}
+        # equal programs are one object
+        programs = {id(row.program): row.program for row in rows}
+        # in the order of the groups, which is the same on all ranks; together, if they share their scalars
+        scalars = {at: tuple(sweep.scalars for sweep in program.sweeps) for at, program in programs.items()}
+        numbers = {each: i for i, each in enumerate(dict.fromkeys(scalars.values()))}
+        order_of = {
+            at: (numbers[scalars[at]], _stored(program), i) for i, (at, program) in enumerate(programs.items())
+        }
+        keys = {id(row): order_of[id(row.program)] for row in rows}
         order = sorted(range(len(rows)), key=lambda i: keys[id(rows[i])])
         ordered = [rows[i] for i in order]
         params, places = [row.param for row in rows], np.argsort(order).tolist()
         self.reduce_groups = shards.reduce_groups(params, places, self.device)
         self.owner_groups = shards.owner_groups(params)
-        width = FIRST_POINTER + max(len(row.formats) for row in rows)
+        width = FIRST_POINTER + max(len(program.planes) for program in programs.values())
         self.host_cells = np.zeros((len(rows), width), np.int64)
         self.host_cells[:, GROUP] = [row.group for row in ordered]
+        self.host_cells[:, SEED] = settings.seed
+        self.host_cells[:, POSITION] = [row.position for row in ordered]
+        self.host_cells[:, FIRST_INDEX] = [row.first_index for row in ordered]
         self.clip_ids = np.array([clip_ids[i] for i in order], np.int64)
         self.host_cells[:, CLIP_ID] = self.clip_ids
         self.buckets: list[Bucket] = []
-        for _, same in groupby(ordered, key=lambda row: keys[id(row)]):
+        for _, same in groupby(ordered, key=lambda row: id(row.program)):
             members, first = [*same], sum(len(bucket.rows) for bucket in self.buckets)
             self.buckets.append(Bucket(members, first, self.host_cells[first : first + len(members)]))
         self.blocks = [block for bucket in self.buckets for block in bucket.blocks]
-        programs = [bucket.program for bucket in self.buckets]
-        self.sweep_count = max(len(program.sweeps) for program in programs)
+        self.sweep_count = max(len(program.sweeps) for program in programs.values())
         # mps has no float64
         exact = torch.float32 if self.device.type == "mps" else settings.exact
         self.cells = from_host(self.host_cells, self.device)
         # where the next graph that captures a step will find them
         self._cells_to_capture: Tensor | None = None
-        columns, folds = max(p.column_count for p in programs), max(p.fold_count for p in programs)
+        columns = max(program.column_count for program in programs.values())
+        folds = max(program.fold_count for program in programs.values())
         self.scalars = torch.zeros(len(rows), columns, dtype=exact, device=self.device)
         # of every sweep in turn, one row per sum
         self.sums = torch.zeros(folds, len(rows), dtype=exact, device=self.device)

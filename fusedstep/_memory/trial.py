@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._algorithm.rules import ADAM
+from .._algorithm.rules import ADAMW
 from .._algorithm.step import StepSpec
 from .call import Call, Job
 from .options import COMMON
@@ -28,7 +28,6 @@ _OPTIONS = {
     "beta2": 0.99,
     "eps": 1e-8,
     "weight_decay": 0.1,
-    "decoupled_weight_decay": 1.0,
 }
 
 
@@ -53,7 +52,7 @@ def _stepped(engine: str, device_type: str) -> list[Tensor]:
     """Parameters and states after a step, on the host."""
     params, _, exp_avgs, exp_avg_sqs = lists = [_tensors(role, device_type) for role in range(4)]
     settings = Settings("a trial", engine, spec=StepSpec(clips=True))
-    job = Job(Update(ADAM), settings, _OPTIONS)
+    job = Job(Update(ADAMW), settings, _OPTIONS)
     Call(lists, job).step(lists, job, torch.tensor(2.0, device="cpu"))
     return [t.cpu() for t in (*params, *exp_avgs, *exp_avg_sqs)]
 

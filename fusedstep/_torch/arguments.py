@@ -12,6 +12,7 @@ Of torch.optim's classes the errors are torch.optim's, word for word: handlers a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,8 +22,12 @@ from typing_extensions import dataclass_transform  # in typing from Python 3.11;
 
 from .._algorithm.rules import SCHEDULES
 from .._memory.options import is_sequence
+from .._memory.storage import MASTERS
 
-STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8)
+ROUNDINGS = ("nearest", "stochastic")
+# arguments for the whole optimizer that may also stand in a group
+STORAGE_IN_GROUPS = ("state_dtype", "master")
 
 
 class Argument(NamedTuple):
@@ -72,7 +77,12 @@ class Common(Declared):
     skip_nonfinite: bool | str = for_all(default=False, kw_only=True)
     ema_decay: float | Tensor | None = keyword(default=None, kw_only=True)
     statistics: bool = for_all(default=False, kw_only=True)
-    state_dtype: torch.dtype | str | None = for_all(default=None, kw_only=True)
+    state_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = for_all(
+        default=None, kw_only=True
+    )
+    master: str | None = for_all(default=None, kw_only=True)
+    rounding: str = for_all(default="nearest", kw_only=True)
+    seed: int = for_all(default=0, kw_only=True)
     engine: str | None = for_all(default=None, kw_only=True)
 
 
@@ -111,17 +121,48 @@ def signature_of(arguments: dict[str, Argument], common: dict[str, Argument]) ->
 # what values mean
 
 
-def as_state_dtype(value: Any) -> torch.dtype | None:
-    """A `state_dtype`, by its name if it comes from a configuration file.
+def as_state_dtype(value: Any, states: Collection[str] = ()) -> Any:
+    """A `state_dtype`, by its name if it comes from a configuration file; or one for some of the `states`.
 
     >>> as_state_dtype("float32"), as_state_dtype("torch.bfloat16"), as_state_dtype(None)
     (torch.float32, torch.bfloat16, None)
+    >>> as_state_dtype({"exp_avg": "int8"}, ["exp_avg", "exp_avg_sq"])
+    {'exp_avg': torch.int8}
     """
+    if isinstance(value, Mapping):
+        unknown = [name for name in value if name not in states]
+        if unknown:
+            raise ValueError(
+                f"Invalid state_dtype: there is no state {unknown}; this optimizer has {[*states]}"
+            )
+        return {name: as_state_dtype(dtype) for name, dtype in value.items()}
     names = {str(dtype): dtype for dtype in STATE_DTYPES}
     dtype = names.get(f"torch.{value.removeprefix('torch.')}") if isinstance(value, str) else value
-    if value is not None and dtype not in STATE_DTYPES:
-        raise ValueError(f"Invalid state_dtype: {value}; use one of {STATE_DTYPES}, its name, or None")
+    if value is not None and (not isinstance(dtype, torch.dtype) or dtype not in STATE_DTYPES):
+        raise ValueError(
+            f"Invalid state_dtype: {value}; use one of {STATE_DTYPES}, its name, None, or a mapping of these "
+            "by the names of states"
+        )
     return dtype
+
+
+def as_master(value: Any) -> str | None:
+    """A `master`: how what a parameter of 16 bits was rounded from is kept."""
+    if value is not None and value not in MASTERS:
+        raise ValueError(f"Invalid master: {value!r}; use one of {MASTERS}, or None")
+    return value
+
+
+def as_rounding(value: Any) -> str:
+    if value not in ROUNDINGS:
+        raise ValueError(f"Invalid rounding: {value!r}; use one of {ROUNDINGS}")
+    return value
+
+
+def as_seed(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"Invalid seed: {value!r}; use a whole number from 0 to 2**63 - 1")
+    return value
 
 
 def as_skip(value: Any) -> bool | str:

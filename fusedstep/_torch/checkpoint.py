@@ -1,7 +1,7 @@
 """Checkpoints as optimizers load them: their own, torch.optim's of the same kind, older and foreign ones.
 
 torch's loader casts every state to its parameter's dtype. Ours keeps its own, so states pass that loader in
-boxes, and are unpacked afterwards.
+boxes, and are unpacked afterwards, stored as this optimizer stores them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
-from .._memory.row import state_dtype_for
-from .arguments import check_flags
+from .._memory.convert import convert, expand, state_names
+from .._memory.row import Update
+from .arguments import STORAGE_IN_GROUPS, check_flags
 
 _WAYS = ("foreach", "capturable", "differentiable", "fused")
 _TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
@@ -39,6 +40,9 @@ def _complete(optimizer: Any, saved: dict[str, Any], group: dict[str, Any]) -> N
     """Give a saved group what it lacks, or raise if that is what no other optimizer can tell."""
     check_flags(saved)
     arguments = optimizer.arguments
+    for name in STORAGE_IN_GROUPS:
+        # how states are stored is what was chosen here
+        saved.pop(name, None)
     # what takes a keyword is ours alone, and torch's flags came later than its classes
     optional = {name for name, a in arguments.items() if a.kw_only}.union(_TORCH_FLAGS)
     missing = [name for name in optimizer.options if name not in saved and name not in optional]
@@ -65,25 +69,46 @@ def _boxed(optimizer: Any, values: Any, count: Any) -> Any:
     return {name: _Box(v) if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
-def unpack(states: dict[Any, Any], state_dtype: torch.dtype | None) -> None:
+def unpack(optimizer: Any) -> None:
     """Take loaded states out of their boxes, in place."""
-    for p, values in states.items():
+    updates = {p: optimizer.update_of(group) for group in optimizer.param_groups for p in group["params"]}
+    for p, values in optimizer.state.items():
         if isinstance(values, dict):
-            for name, value in values.items():
-                # what was in none came with a whole optimizer, perhaps in memory that processes share
-                if isinstance(value, _Box) or (name == "step" and not isinstance(value, Tensor)):
-                    values[name] = _loaded(p, name, value, state_dtype)
+            _unpack(p, values, updates.get(p), type(optimizer).__name__)
 
 
-def _loaded(p: Any, name: str, value: Any, state_dtype: torch.dtype | None) -> Any:
-    """A state from a checkpoint, on the parameter's device and in the dtype that is kept."""
-    value = value.tensor if isinstance(value, _Box) else value
-    if not isinstance(p, Tensor):  # a state that belongs to no parameter is kept as it is
-        return value
-    if name == "step":
-        # on the host, whatever the default device is; the plan moves it
-        count = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-        # a copy: the dict may be another optimizer's, still counting
-        return count.detach().to(_get_scalar_dtype(), copy=True)
-    dtype = state_dtype_for(p, name, state_dtype)
-    return value.to(p.device, dtype if value.is_floating_point() or value.is_complex() else None)
+def _unpack(p: Any, values: dict[str, Any], update: Update | None, owner: str) -> None:
+    # what was in no box came with a whole optimizer, perhaps in memory that processes share
+    loaded = [name for name, value in values.items() if isinstance(value, _Box)]
+    for name in loaded:
+        values[name] = values[name].tensor
+    if not isinstance(p, Tensor) or update is None:  # a state that belongs to no parameter is kept as it is
+        return
+    if "step" in values and ("step" in loaded or not isinstance(values["step"], Tensor)):
+        values["step"] = _count(values["step"])
+    for name in (name for name in loaded if name != "step"):
+        values[name] = values[name].to(p.device)
+    if loaded:
+        convert(p, values, update, owner)
+
+
+def _count(value: Any) -> Tensor:
+    # on the host, whatever the default device is; the plan moves it
+    count = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    # a copy: the dict may be another optimizer's, still counting
+    return count.detach().to(_get_scalar_dtype(), copy=True)
+
+
+def expanded(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of an optimizer in which all states, and masters, are plain tensors."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    states = {
+        key: {**values} if isinstance(values, dict) else values for key, values in state_dict["state"].items()
+    }
+    names = state_names(optimizer.rules)
+    for key, p in zip(keys, params, strict=True):
+        if isinstance(states.get(key), dict):
+            expand(p, states[key], names)
+    groups = [{k: v for k, v in g.items() if k not in STORAGE_IN_GROUPS} for g in state_dict["param_groups"]]
+    return {**state_dict, "state": states, "param_groups": groups}

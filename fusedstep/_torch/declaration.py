@@ -11,6 +11,7 @@ from torch import Tensor
 from .._algorithm.program import Rule
 from .._memory.options import COMMON
 from .._memory.row import Update
+from .._memory.storage import AS_PARAMETER, Storage
 from .arguments import Argument, Common, check_flags, declared_arguments, signature_of
 
 COMMON_ARGUMENTS = declared_arguments(Common, {})
@@ -69,8 +70,12 @@ class Declaration(Common):
         return self.rules[0]
 
     def update_of(self, group: dict[str, Any]) -> Update:
-        """That rule, and whether the group's parameters are averaged."""
-        return Update(self.rule(group), group.get("ema_decay") is not None)
+        """That rule, whether the group's parameters are averaged, and how all is stored."""
+        return Update(self.rule(group), group.get("ema_decay") is not None, self.storage_of(group))
+
+    def storage_of(self, group: dict[str, Any]) -> Storage:
+        """How the states of a group's parameters are stored."""
+        return AS_PARAMETER
 
     def check_arguments(self, arguments: dict[str, Any]) -> None:
         """Raise where what a constructor is given makes no sense.

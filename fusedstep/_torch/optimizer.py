@@ -17,6 +17,7 @@ from .. import _engines
 from .._algorithm.program import EMA, NORM_TYPES, StepSpec
 from .._engines import Amp
 from .._memory.capture import Capture, Group
+from .._memory.convert import state_names
 from .._memory.plan import Plan, names_in
 from .._memory.row import Settings
 from .._memory.shards import (
@@ -27,9 +28,18 @@ from .._memory.shards import (
     on_several_meshes,
     ranks_of,
 )
+from .._memory.storage import Storage
 from .._memory.table import CLIP_SCOPES
-from .arguments import as_skip, as_state_dtype, with_tuples
-from .checkpoint import loadable, unpack
+from .arguments import (
+    STORAGE_IN_GROUPS,
+    as_master,
+    as_rounding,
+    as_seed,
+    as_skip,
+    as_state_dtype,
+    with_tuples,
+)
+from .checkpoint import expanded, loadable, unpack
 from .declaration import Declaration
 from .statistics import Statistics, collected
 
@@ -61,11 +71,9 @@ class Optimizer(Declaration, torch.optim.Optimizer):
             raise ValueError(f"Invalid norm_type: {whole['norm_type']!r}; use one of {NORM_TYPES}")
         if whole["norm_group"] is not None:
             check_group(whole["norm_group"], clip_scope)
-        self.state_dtype, self.engine, self.clip_scope = (
-            as_state_dtype(whole["state_dtype"]),
-            engine,
-            clip_scope,
-        )
+        self.engine, self.clip_scope = engine, clip_scope
+        self.state_dtype, self.master = whole["state_dtype"], as_master(whole["master"])
+        self.rounding, self.seed = as_rounding(whole["rounding"]), as_seed(whole["seed"])
         self.norm_type, self.norm_group = float(whole["norm_type"]), whole["norm_group"]
         # as torch has it: the constructor's word alone, whatever groups and checkpoints say
         fused = defaults.get("fused")
@@ -102,9 +110,34 @@ class Optimizer(Declaration, torch.optim.Optimizer):
         return Settings(
             owner=type(self).__name__,
             engine=self.engine,
-            state_dtype=as_state_dtype(self.state_dtype),
             clip_scope=self.clip_scope,
             norm_ranks=None if self.norm_group is None else ranks_of(self.norm_group),
+            seed=self.seed,
+        )
+
+    @property
+    def state_dtype(self) -> Any:  # type: ignore[misc]  # also the name of an argument
+        """The dtype of states, or those of some by name, as understood; a group may have its own.
+
+        >>> import torch, fusedstep
+        >>> p = torch.nn.Parameter(torch.ones(2))
+        >>> fusedstep.AdamW([p], state_dtype={"exp_avg": "int8"}).state_dtype
+        {'exp_avg': torch.int8}
+        """
+        return self._state_dtype
+
+    @state_dtype.setter
+    def state_dtype(self, value: Any) -> None:
+        self._state_dtype = as_state_dtype(value, state_names(self.rules)[:-1])
+
+    def storage_of(self, group: dict[str, Any]) -> Storage:
+        own = [name for name in STORAGE_IN_GROUPS if name in group]
+        chosen = as_state_dtype(group["state_dtype"]) if "state_dtype" in own else self._state_dtype
+        return Storage(
+            tuple(chosen.items()) if isinstance(chosen, dict) else chosen,
+            group["master"] if "master" in own else self.master,
+            self.rounding == "stochastic",
+            "state_dtype" in own,
         )
 
     @staticmethod
@@ -321,7 +354,8 @@ class Optimizer(Declaration, torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.refuse("add_param_group")
         if isinstance(param_group, dict):
-            for name in param_group.keys() & {n for n, a in self.arguments.items() if a.for_all}:
+            whole = {n for n, a in self.arguments.items() if a.for_all and n not in STORAGE_IN_GROUPS}
+            for name in param_group.keys() & whole:
                 raise ValueError(
                     f"{name} holds for the whole optimizer; pass it beside the groups, not in one, and to "
                     f"ZeroRedundancyOptimizer by functools.partial({type(self).__name__}, {name}=...)"
@@ -330,6 +364,11 @@ class Optimizer(Declaration, torch.optim.Optimizer):
             lists = {name: value for name, value in param_group.items() if type(value) is list}
             param_group.update(with_tuples(param_group) | lists)
             self._check({**self.defaults, **param_group})
+            if "state_dtype" in param_group:
+                known = state_names(self.rules)[:-1]
+                param_group["state_dtype"] = as_state_dtype(param_group["state_dtype"], known)
+            if "master" in param_group:
+                as_master(param_group["master"])
         super().add_param_group(param_group)
         if any(map(is_flat, self.param_groups[-1]["params"])):
             # FSDP1's ShardedGradScaler has ranks agree on infinities only where it unscales gradients itself
@@ -352,12 +391,15 @@ class Optimizer(Declaration, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
-        ours += ["unsaved_steps", "_unscales", "_is_flat"]
+        ours += ["unsaved_steps", "_unscales", "_is_flat", "master", "rounding", "seed"]
         group = None if self.norm_group is None else UnpicklableGroup(self.norm_group)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        # pickles from before there were masters have none
+        super().__setstate__({"master": None, "rounding": "nearest", "seed": 0, **state})
+        if "state_dtype" in vars(self):
+            self.state_dtype = vars(self).pop("state_dtype")
         if isinstance(self.norm_group, UnpicklableGroup):
             self.norm_group = self.norm_group.group
         if "_unscales" not in vars(self):
@@ -375,7 +417,24 @@ class Optimizer(Declaration, torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             group.update({name: a.default for name, a in self.arguments.items() if a.fixed})
-        unpack(self.state, as_state_dtype(self.state_dtype))
+        unpack(self)
+
+    def expanded_state_dict(self) -> dict[str, Any]:
+        """A `state_dict()` in which all states are tensors of float32 at least, which torch.optim loads, and
+        masters are there by the name `master`.
+
+        >>> import torch, fusedstep
+        >>> p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        >>> optimizer = fusedstep.AdamW([p], state_dtype="int8", master="split")
+        >>> p.grad = torch.ones_like(p)
+        >>> optimizer.step()
+        >>> {name: str(t.dtype) for name, t in optimizer.state_dict()["state"][0].items() if name != "step"}
+        {'master_rest': 'torch.int16', 'exp_avg_codes': 'torch.int8', 'exp_avg_scales': 'torch.float32', \
+'exp_avg_sq_codes': 'torch.uint8', 'exp_avg_sq_scales': 'torch.float32'}
+        >>> [name for name in optimizer.expanded_state_dict()["state"][0] if name != "step"]
+        ['exp_avg', 'exp_avg_sq', 'master']
+        """
+        return expanded(self, self.state_dict())
 
 
 @torch.no_grad()

@@ -9,10 +9,12 @@ except ImportError as error:
 
 from .bench import bench
 from .demo import demo
+from .memory import memory
 
 app = typer.Typer(help="Fused optimizers for PyTorch.", no_args_is_help=True, add_completion=False)
 app.command()(demo)
 app.command()(bench)
+app.command()(memory)
 
 if __name__ == "__main__":
     app()

@@ -315,9 +315,9 @@ def bytes_per_parameter(work: Work) -> int:
     _set_scale(optimizer, work.options)
     optimizer.step()
     (bucket,) = optimizer._plan.tables[0].buckets
-    sizes = [format.dtype.itemsize for format in bucket.formats]
-    moved = [(*sweep.loads, *(slot for slot, _ in sweep.stores)) for sweep in bucket.program.sweeps]
-    return sum(sizes[slot] for slots in moved for slot in slots)
+    sizes = [plane.dtype.itemsize / plane.block for plane in bucket.program.planes]
+    moved = [(*sweep.loads, *(place for place, _ in sweep.stores)) for sweep in bucket.program.sweeps]
+    return sum(sizes[place] for places in moved for place in places)
 
 
 def table(results: list[dict], device: str) -> Table:

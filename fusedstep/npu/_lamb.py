@@ -37,7 +37,7 @@ def npu_lamb(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, adam):
     )
 
 
-_NPU_LAMB = make_rule(npu_lamb, dict(LAMB.states))
+_NPU_LAMB = make_rule(npu_lamb, dict(LAMB.states), nonnegative=LAMB.nonnegative)
 
 
 class NpuFusedLamb(FusedOptimizer):

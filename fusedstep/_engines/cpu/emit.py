@@ -1,6 +1,6 @@
-"""Programs as LLVM: every operation on sixteen numbers at once, or on one.
+"""Programs as LLVM: every operation on sixteen numbers at once, on a block of 64, or on one.
 
-LLVM lowers a vector of sixteen to whatever the processor has, so no vectoriser has to recognise a loop.
+LLVM lowers a vector to whatever the processor has, so no vectoriser has to recognise a loop.
 `load` and `store` are the one place where the cpu engine knows how values are stored: they widen to the type
 computed in, and round to nearest even back.
 """
@@ -12,34 +12,53 @@ import ctypes.util
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from ..._algorithm.cut import Instruction
+from ..._algorithm.bits import draw_code
+from ..._algorithm.code import Instruction
+from ..._algorithm.formats import Plane
 
 LANES = 16
 
-I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 FLOATS = {torch.float32: F32, torch.float64: F64}
 
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_ARITHMETIC = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv"}
+_ARITHMETIC = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "neg": "fneg"}
+_OF_WHOLE = {"add": "add", "sub": "sub", "mul": "mul", "neg": "neg", "and": "and_", "xor": "xor"}
+_INTRINSICS = {"fma": "fma", "sqrt": "sqrt", "abs": "fabs"}
+_SHIFTS = {"shift_left": "shl", "shift_right": "lshr"}
 # of the C library, on one number at a time: rules that need them are rare
 _LIBRARY = {"power": "pow", "cos": "cos", "exp": "exp", "log": "log", "tanh": "tanh"}
 
 
-def wide(element: ir.Type) -> ir.VectorType:
-    return ir.VectorType(element, LANES)
+def wide(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
+    return ir.VectorType(element, lanes)
 
 
-def fill(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _element(kind: ir.Type) -> ir.Type:
+    return kind.element if isinstance(kind, ir.VectorType) else kind
+
+
+def _of(element: ir.Type, like: ir.Type) -> ir.Type:
+    """The type with these elements, and as many as `like` has."""
+    return wide(element, like.count) if isinstance(like, ir.VectorType) else element
+
+
+def constant(kind: ir.Type, number: float) -> ir.Value:
+    one = int(number) if isinstance(_element(kind), ir.IntType) else number
+    return ir.Constant(kind, [one] * kind.count if isinstance(kind, ir.VectorType) else one)
+
+
+def fill(builder: ir.IRBuilder, value: ir.Value, lanes: int = LANES) -> ir.Value:
     """A vector with `value` in every lane."""
-    one = builder.insert_element(ir.Constant(wide(value.type), ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(wide(I32), [0] * LANES))
+    one = builder.insert_element(ir.Constant(wide(value.type, lanes), ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(wide(I32, lanes), [0] * lanes))
 
 
 def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
@@ -47,74 +66,152 @@ def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, args: list
     return builder.call(builder.module.declare_intrinsic(name, fnty=function_type), args)
 
 
+def _suffix(kind: ir.Type) -> str:
+    """A type as the names of intrinsics have it."""
+    element = _element(kind)
+    name = (
+        f"i{element.width}"
+        if isinstance(element, ir.IntType)
+        else {"float": "f32", "double": "f64"}[str(element)]
+    )
+    return f"v{kind.count}{name}" if isinstance(kind, ir.VectorType) else name
+
+
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, sign: str = ">") -> ir.Value:
     """The larger of two, or the smaller by "<"; NaN if either is."""
+    if isinstance(_element(a.type), ir.IntType):
+        return builder.select(builder.icmp_signed(sign, a, b), a, b)
     is_nan, wins = builder.fcmp_unordered("uno", a, a), builder.fcmp_ordered(sign, a, b)
     return builder.select(builder.or_(is_nan, wins), a, b)
 
 
+class Place(NamedTuple):
+    """Where a vector's elements are: lanes beyond the end of a tensor, if any, and their inputs of draws."""
+
+    mask: Any = None
+    draw_inputs: tuple[ir.Value, ...] = ()
+
+
 class Emitter:
-    """Writes the instructions of a program for numbers of one type, a vector's or a scalar's."""
+    """Writes the instructions of a program for numbers of one type, a vector's or a scalar's.
+
+    Beside a vector of a block's elements there may be one number for all of them.
+    """
 
     def __init__(self, builder: ir.IRBuilder, kind: ir.Type, rounds_power: bool = False) -> None:
-        self.builder, self.kind = builder, kind
-        self.element = kind.element if isinstance(kind, ir.VectorType) else kind
+        self.builder, self.kind, self.element = builder, kind, _element(kind)
         self._rounds_power = rounds_power
 
-    def run(self, code: Sequence[Instruction], values: list[ir.Value]) -> list[ir.Value]:
+    def run(
+        self,
+        code: Sequence[Instruction],
+        values: list[ir.Value],
+        place: Place = Place(),  # noqa: B008
+    ) -> list[ir.Value]:
         """`values`, then the results of `code` on them."""
         values = [*values]
         for op, args in code:
-            given = [self.constant(arg) if isinstance(arg, float) else values[arg] for arg in args]
-            values.append(self._emit(op, given))
+            values.append(
+                self._emit(op, [arg if isinstance(arg, float) else values[arg] for arg in args], place)
+            )
         return values
 
     def constant(self, number: float) -> ir.Value:
-        if isinstance(self.kind, ir.VectorType):
-            return ir.Constant(self.kind, [number] * LANES)
-        return ir.Constant(self.kind, number)
+        return constant(self.kind, number)
 
-    def _emit(self, op: str, args: list[ir.Value]) -> ir.Value:
+    def _emit(self, op: str, args: list[Any], place: Place) -> ir.Value:
         b = self.builder
         if op == "where":
-            return b.select(self._truth(args[0]), *map(self._number, args[1:]))
-        args = [*map(self._number, args)]
+            chosen = self._alike(args[1:], like=args[0].type)
+            return b.select(self._truth(args[0]), *chosen)
+        if op in _SHIFTS:
+            return getattr(b, _SHIFTS[op])(args[0], constant(args[0].type, args[1]))
+        if op == "draw":
+            return self._draw(int(args[0]), place)
+        args = self._alike(args)
+        is_whole = isinstance(_element(args[0].type), ir.IntType)
         if op == "constant":
             return args[0]
-        if op in _ARITHMETIC:
-            return getattr(b, _ARITHMETIC[op])(*args)
+        if op in _COMPARISONS and is_whole:
+            return b.icmp_signed(_COMPARISONS[op], *args)
         if op in _COMPARISONS:
             compare = b.fcmp_unordered if op == "ne" else b.fcmp_ordered
             return compare(_COMPARISONS[op], *args)
-        if op == "neg":
-            return b.fneg(args[0])
+        if op in _OF_WHOLE and is_whole:
+            return getattr(b, _OF_WHOLE[op])(*args)
+        if op in _ARITHMETIC:
+            return getattr(b, _ARITHMETIC[op])(*args)
         if op in ("maximum", "minimum"):
             return larger(b, args[0], args[1], ">" if op == "maximum" else "<")
-        if op in ("fma", "sqrt"):
-            return call_intrinsic(b, f"llvm.{op}.{self._suffix}", self.kind, args)
-        return self._library(op, args)
+        if op in _INTRINSICS:
+            return call_intrinsic(b, f"llvm.{_INTRINSICS[op]}.{_suffix(args[0].type)}", args[0].type, args)
+        if op in _LIBRARY:
+            return self._library(op, args)
+        return self._stored_word(op, args, place)
 
-    @property
-    def _suffix(self) -> str:
-        name = "f64" if self.element == F64 else "f32"
-        return f"v{LANES}{name}" if isinstance(self.kind, ir.VectorType) else name
+    def _stored_word(self, op: str, args: list[ir.Value], place: Place) -> ir.Value:
+        """The words of formats."""
+        b, value, kind = self.builder, args[0], args[0].type
+        if op == "bits":
+            return b.bitcast(_resized(b, value, F32), _of(I32, kind))
+        if op == "from_bits":
+            return _resized(b, b.bitcast(value, _of(F32, kind)), self.element)
+        if op == "number":
+            return b.sitofp(value, _of(self.element, kind))
+        if op == "product_high":
+            long = [b.zext(arg, _of(I64, kind)) for arg in args]
+            product = b.lshr(b.mul(*long), constant(_of(I64, kind), 32))
+            return b.trunc(product, _of(I32, kind))
+        if op == "block_largest":
+            whole = _of(I32, kind)
+            value = b.and_(b.bitcast(_resized(b, value, F32), whole), constant(whole, 0x7FFFFFFF))
+            # what lies beyond is no part of the block
+            value = value if place.mask is None else b.select(place.mask, value, ir.Constant(whole, None))
+            return call_intrinsic(b, f"llvm.vector.reduce.smax.{_suffix(whole)}", I32, [value])
+        dtype = getattr(torch, op.removeprefix("round_"))
+        return _widened(b, _narrowed(b, value, dtype), dtype, kind)
+
+    def _draw(self, slot: int, place: Place) -> ir.Value:
+        code = draw_code()
+        return self.run(code.code, [*place.draw_inputs, I32(slot)])[int(code.numbers[0])]
+
+    def _alike(self, args: list[Any], like: ir.Type | None = None) -> list[ir.Value]:
+        """Numbers of one type: conditions as 0 or 1, constants as what they stand beside, one for all lanes."""
+        values = [self._number(arg) for arg in args if not isinstance(arg, float)]
+        if not values:
+            element = self.kind if like is None else _of(self.element, like)
+            return [constant(element, arg) for arg in args]
+        kinds = [value.type for value in values]
+        kind = next((kind for kind in kinds if isinstance(kind, ir.VectorType)), kinds[0])
+        if isinstance(like, ir.VectorType):
+            kind = _of(_element(kind), like)
+        found = iter(values)
+        return [
+            constant(kind, arg) if isinstance(arg, float) else self._filled(next(found), kind) for arg in args
+        ]
+
+    def _filled(self, value: ir.Value, kind: ir.Type) -> ir.Value:
+        is_one = isinstance(kind, ir.VectorType) and not isinstance(value.type, ir.VectorType)
+        return fill(self.builder, value, kind.count) if is_one else value
 
     def _truth(self, value: ir.Value) -> ir.Value:
-        is_truth = value.type in (I1, wide(I1))
-        return value if is_truth else self.builder.fcmp_unordered("!=", value, self.constant(0.0))
+        is_truth = _element(value.type) == I1
+        return value if is_truth else self.builder.fcmp_unordered("!=", value, constant(value.type, 0.0))
 
     def _number(self, value: ir.Value) -> ir.Value:
-        return self.builder.uitofp(value, self.kind) if value.type in (I1, wide(I1)) else value
+        is_truth = _element(value.type) == I1
+        return self.builder.uitofp(value, _of(self.element, value.type)) if is_truth else value
 
     def _library(self, op: str, args: list[ir.Value]) -> ir.Value:
-        if not isinstance(self.kind, ir.VectorType):
+        kind = args[0].type
+        if not isinstance(kind, ir.VectorType):
             result = self._call_library(op, args)
             if op == "power" and self._rounds_power:
                 # where scalars are float32, what cancels (1 - beta^t) must be rounded before it does
                 result = self.builder.fpext(self.builder.fptrunc(result, F32), F64)
             return result
-        result = ir.Constant(self.kind, ir.Undefined)
-        for lane in map(I32, range(LANES)):
+        result = ir.Constant(kind, ir.Undefined)
+        for lane in map(I32, range(kind.count)):
             one = self._call_library(op, [self.builder.extract_element(arg, lane) for arg in args])
             result = self.builder.insert_element(result, one, lane)
         return result
@@ -132,107 +229,141 @@ class Emitter:
 
 # storage
 
-_STORED = {torch.float64: F64, torch.float32: F32, torch.float16: ir.HalfType(), torch.bfloat16: I16}
-_SHORT = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "i16"}
+_STORED = {
+    torch.float64: F64,
+    torch.float32: F32,
+    torch.float16: ir.HalfType(),
+    torch.bfloat16: I16,
+    torch.int16: I16,
+    torch.int8: I8,
+    torch.uint8: I8,
+}
+_SHORT = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16"}
 # llvmlite has no bfloat type, but its text has: one instruction where the processor has it, instead of eight
 _ROUNDS_TO_BFLOAT = llvm.get_host_cpu_features().get("avx512bf16", False)
-_TO_BFLOAT = "fusedstep_to_bfloat"
+_TO_BFLOAT = "fusedstep_to_bfloat_"
 _TO_BFLOAT_TEXT = f"""
-define internal <{LANES} x i16> @"{_TO_BFLOAT}"(<{LANES} x float> %x) alwaysinline {{
-  %narrow = fptrunc <{LANES} x float> %x to <{LANES} x bfloat>
-  %bits = bitcast <{LANES} x bfloat> %narrow to <{LANES} x i16>
-  ret <{LANES} x i16> %bits
+define internal <COUNT x i16> @"{_TO_BFLOAT}COUNT"(<COUNT x float> %x) alwaysinline {{
+  %narrow = fptrunc <COUNT x float> %x to <COUNT x bfloat>
+  %bits = bitcast <COUNT x bfloat> %narrow to <COUNT x i16>
+  ret <COUNT x i16> %bits
 }}
 """
 
 
-def below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+def lanes_below(builder: ir.IRBuilder, count: ir.Value, lanes: int) -> ir.Value:
     """Lanes below `count`."""
-    lanes = ir.Constant(wide(I32), list(range(LANES)))
-    return builder.icmp_signed("<", lanes, fill(builder, builder.trunc(count, I32)))
+    numbers = ir.Constant(wide(I32, lanes), [*range(lanes)])
+    return builder.icmp_signed("<", numbers, fill(builder, builder.trunc(count, I32), lanes))
 
 
 def load(
-    builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stored: torch.dtype, to: ir.Type, mask: Any
+    builder: ir.IRBuilder, address: ir.Value, index: ir.Value, plane: Plane, to: ir.VectorType, place: Place
 ) -> ir.Value:
-    """Sixteen elements from `index` on, or those of `mask`."""
-    place, kind, size = _place(builder, address, index, stored), wide(_STORED[stored]), stored.itemsize
-    if mask is None:
-        value = builder.load(place, align=size)
+    """As many elements from `index` on as `to` has, or those of the mask; one, if they share it."""
+    stored, size = plane.dtype, plane.dtype.itemsize
+    if plane.block > 1:
+        one = builder.load(_place(builder, address, builder.sdiv(index, I64(plane.block)), _STORED[stored]))
+        return _widened(builder, one, stored, to.element)
+    kind = wide(_STORED[stored], to.count)
+    at = builder.bitcast(_place(builder, address, index, _STORED[stored]), kind.as_pointer())
+    if place.mask is None:
+        value = builder.load(at, align=size)
     else:
-        name = f"llvm.masked.load.v{LANES}{_SHORT[stored]}.p0"
-        value = call_intrinsic(builder, name, kind, [place, I32(size), mask, ir.Constant(kind, None)])
-    return _widened(builder, value, stored, wide(to))
+        name = f"llvm.masked.load.{_stored_suffix(kind, stored)}.p0"
+        value = call_intrinsic(builder, name, kind, [at, I32(size), place.mask, ir.Constant(kind, None)])
+    return _widened(builder, value, stored, to)
 
 
 def store(
-    builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stored: torch.dtype, value: ir.Value, mask: Any
+    builder: ir.IRBuilder, address: ir.Value, index: ir.Value, plane: Plane, value: ir.Value, place: Place
 ) -> None:
-    place, size = _place(builder, address, index, stored), stored.itemsize
+    stored, size = plane.dtype, plane.dtype.itemsize
     value = _narrowed(builder, value, stored)
-    if mask is None:
-        builder.store(value, place, align=size)
+    if plane.block > 1:
+        builder.store(value, _place(builder, address, builder.sdiv(index, I64(plane.block)), _STORED[stored]))
+        return
+    at = builder.bitcast(_place(builder, address, index, _STORED[stored]), value.type.as_pointer())
+    if place.mask is None:
+        builder.store(value, at, align=size)
     else:
-        name = f"llvm.masked.store.v{LANES}{_SHORT[stored]}.p0"
-        call_intrinsic(builder, name, ir.VoidType(), [value, place, I32(size), mask])
+        name = f"llvm.masked.store.{_stored_suffix(value.type, stored)}.p0"
+        call_intrinsic(builder, name, ir.VoidType(), [value, at, I32(size), place.mask])
 
 
-def _place(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stored: torch.dtype) -> ir.Value:
-    first = builder.inttoptr(address, _STORED[stored].as_pointer())
-    return builder.bitcast(builder.gep(first, [index]), wide(_STORED[stored]).as_pointer())
+def _stored_suffix(kind: ir.VectorType, stored: torch.dtype) -> str:
+    return f"v{kind.count}{_SHORT[stored]}" if stored in _SHORT else _suffix(kind)
 
 
-def _widened(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype, to: ir.VectorType) -> ir.Value:
-    if stored == torch.bfloat16:
-        bits = builder.shl(builder.zext(value, wide(I32)), fill(builder, I32(16)))
-        value = builder.bitcast(bits, wide(F32))
-    if stored == torch.float16:
-        value = builder.fpext(value, wide(F32))
-    if value.type == to:
+def _place(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stored: ir.Type) -> ir.Value:
+    return builder.gep(builder.inttoptr(address, stored.as_pointer()), [index])
+
+
+def _resized(builder: ir.IRBuilder, value: ir.Value, element: ir.Type) -> ir.Value:
+    """Numbers of 32 or 64 bits as the others."""
+    if _element(value.type) == element:
         return value
-    return builder.fptrunc(value, to) if stored == torch.float64 else builder.fpext(value, to)
+    change = builder.fpext if element == F64 else builder.fptrunc
+    return change(value, _of(element, value.type))
+
+
+def _widened(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype, to: ir.Type) -> ir.Value:
+    if stored == torch.uint8:
+        return builder.zext(value, _of(I32, to))
+    if not stored.is_floating_point:
+        return builder.sext(value, _of(I32, to))
+    if stored == torch.bfloat16:
+        bits = builder.shl(builder.zext(value, _of(I32, to)), constant(_of(I32, to), 16))
+        value = builder.bitcast(bits, _of(F32, to))
+    if stored == torch.float16:
+        value = builder.fpext(value, _of(F32, to))
+    return _resized(builder, value, _element(to))
 
 
 def _narrowed(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir.Value:
+    if not stored.is_floating_point:
+        return builder.trunc(value, _of(_STORED[stored], value.type))
     # 16 bits are reached from 32: processors have no instruction for more at once
-    to = wide(F64 if stored == torch.float64 else F32)
-    if value.type != to:
-        value = (builder.fpext if stored == torch.float64 else builder.fptrunc)(value, to)
+    value = _resized(builder, value, F64 if stored == torch.float64 else F32)
+    kind = value.type
     if stored == torch.float16:
-        return builder.fptrunc(value, wide(_STORED[stored]))
+        return builder.fptrunc(value, _of(_STORED[stored], kind))
     if stored != torch.bfloat16:
         return value
     if _ROUNDS_TO_BFLOAT:
-        function = builder.module.globals.get(_TO_BFLOAT)
+        name = f"{_TO_BFLOAT}{kind.count}"
+        function = builder.module.globals.get(name)
         if function is None:
-            function = ir.Function(builder.module, ir.FunctionType(wide(I16), [wide(F32)]), _TO_BFLOAT)
+            function = ir.Function(builder.module, ir.FunctionType(_of(I16, kind), [kind]), name)
         return builder.call(function, [value])
-    bits = builder.bitcast(value, wide(I32))
+    whole = _of(I32, kind)
+    bits = builder.bitcast(value, whole)
     # to nearest even: add half of what is cut off, less one unless the last kept bit is odd
-    odd = builder.and_(builder.lshr(bits, fill(builder, I32(16))), fill(builder, I32(1)))
-    bits = builder.add(bits, builder.add(odd, fill(builder, I32(0x7FFF))))
-    bits = builder.lshr(bits, fill(builder, I32(16)))
+    odd = builder.and_(builder.lshr(bits, constant(whole, 16)), constant(whole, 1))
+    bits = builder.add(bits, builder.add(odd, constant(whole, 0x7FFF)))
+    bits = builder.lshr(bits, constant(whole, 16))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, fill(builder, I32(0x7FC0)), bits), wide(I16))
+    return builder.trunc(builder.select(is_nan, constant(whole, 0x7FC0), bits), _of(I16, kind))
 
 
 # sums, in float64
 
 
 def added(builder: ir.IRBuilder, kind: str, total: ir.Value, value: ir.Value, mask: Any) -> ir.Value:
-    """A running sum, or largest, of sixteen parts with `value`, or those lanes of `mask`, taken in."""
+    """A running sum, or largest, of several parts with `value`, or those lanes of `mask`, taken in."""
     if mask is not None:  # what lies beyond may be NaN
         value = builder.select(mask, value, ir.Constant(value.type, None))
-    value = value if value.type == wide(F64) else builder.fpext(value, wide(F64))
+    value = _resized(builder, value, F64)
     return larger(builder, total, value) if kind == "max" else builder.fadd(total, value)
 
 
 def folded(builder: ir.IRBuilder, kind: str, parts: ir.Value) -> ir.Value:
-    """The sixteen parts as one, in order."""
+    """The parts as one, in order."""
     if kind == "sum":
-        return call_intrinsic(builder, f"llvm.vector.reduce.fadd.v{LANES}f64", F64, [F64(0.0), parts])
+        name = f"llvm.vector.reduce.fadd.{_suffix(parts.type)}"
+        return call_intrinsic(builder, name, F64, [F64(0.0), parts])
     total = builder.extract_element(parts, I32(0))
-    for lane in range(1, LANES):
+    for lane in range(1, parts.type.count):
         total = larger(builder, total, builder.extract_element(parts, I32(lane)))
     return total
 
@@ -296,9 +427,9 @@ class Compiled:
 
     def __init__(self, builder: ir.IRBuilder, result: Any, arguments: Sequence[Any]) -> None:
         name, text = builder.function.name, str(builder.module)
-        if _TO_BFLOAT in text:
-            declaration = next(line for line in text.splitlines() if "declare" in line and _TO_BFLOAT in line)
-            text = text.replace(declaration, _TO_BFLOAT_TEXT)
+        for line in [line for line in text.splitlines() if line.startswith("declare") and _TO_BFLOAT in line]:
+            count = line.partition("<")[2].partition(" ")[0]
+            text = text.replace(line, _TO_BFLOAT_TEXT.replace("COUNT", count))
         module = llvm.parse_assembly(text)
         module.verify()
         passes = llvm.create_pass_builder(_target(), llvm.create_pipeline_tuning_options(speed_level=3))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._algorithm.program import Scalars, Sweep
+from ..._algorithm.program import Program, Scalars, Sweep
 from .. import FOUND, SCALE, SKIP, SKIPPED, Amp, chunk_starts, chunks, clip_totals
 from .kernels import CHUNK, JOB, PREPARE_JOB, compile_prepare, compile_reduce, compile_sweep
 
@@ -34,6 +34,10 @@ _compiling = threading.Lock()
 
 def unavailable(device_type: str) -> str | None:
     return None if device_type == "cpu" else "the cpu engine takes parameters on the CPU"
+
+
+def chunk(program: Program) -> int:
+    return CHUNK
 
 
 def bind(table: Any) -> Executable:
@@ -113,13 +117,16 @@ class _Sweep:
 
     def __init__(self, table: Any, bucket: Any, k: int) -> None:
         sweep: Sweep = bucket.program.sweeps[k]
-        dtypes = tuple(format.dtype for format in bucket.formats)
-        rows, scalars = table.host_cells[bucket.first_row :], table.scalars.numpy()[bucket.first_row :]
-        self._kernel = compile_sweep(sweep, dtypes, table.scalars.dtype)
+        rows, scalars, steps = (
+            array[bucket.first_row :]
+            for array in (table.host_cells, table.scalars.numpy(), table.steps.numpy())
+        )
+        planes, dtypes = bucket.program.planes, (table.steps.dtype, table.scalars.dtype)
+        self._kernel = compile_sweep(sweep, planes, *dtypes)
         places, cuts = _ranges(bucket.numels)
         self._firsts = chunk_starts(bucket.numels, CHUNK)
         self._partials = np.zeros((self._firsts[-1], len(sweep.folds)))
-        arrays = [cuts, places, rows, scalars, self._partials]
+        arrays = [cuts, places, rows, scalars, steps, self._partials]
         job = [0, len(cuts) - 1, *(array.ctypes.data for array in arrays), rows.shape[1], scalars.shape[1]]
         self._job = np.array(job, np.int64)
         assert len(self._job) == len(JOB)

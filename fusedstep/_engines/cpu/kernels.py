@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from llvmlite import ir
 
+from ..._algorithm.formats import Plane, compute_dtype
 from ..._algorithm.program import Scalars, Sweep
-from .. import CLIP_ID, FIRST_POINTER, GROUP, LIVE, NUMEL
+from .. import CLIP_ID, FIRST_INDEX, FIRST_POINTER, GROUP, LIVE, NUMEL, POSITION, SEED
 from . import emit
-from .emit import F64, FLOATS, I64, LANES, Compiled, Emitter
+from .emit import F64, FLOATS, I32, I64, LANES, Compiled, Emitter
 
 # elements: a chunk fits the caches
 CHUNK = 1 << 16
@@ -29,7 +30,18 @@ PREPARE_JOB = (
     *("rows_width", "options_width", "sums_width", "clip_totals_width", "scalars_width"),
     *("first_row", "end_row"),
 )
-JOB = ("next", "ranges", "cuts", "places", "rows", "scalars", "partials", "rows_width", "scalars_width")
+JOB = (
+    "next",
+    "ranges",
+    "cuts",
+    "places",
+    "rows",
+    "scalars",
+    "steps",
+    "partials",
+    "rows_width",
+    "scalars_width",
+)
 
 _VOID, _POINTER = ir.VoidType(), I64.as_pointer()
 
@@ -117,7 +129,7 @@ def compile_prepare(
 
 
 @functools.cache
-def compile_sweep(sweep: Sweep, dtypes: tuple[torch.dtype, ...], exact: torch.dtype) -> Compiled:
+def compile_sweep(sweep: Sweep, planes: tuple[Plane, ...], steps: torch.dtype, exact: torch.dtype) -> Compiled:
     """sweep(job), in which threads take ranges until none is left."""
     b = emit.function("fusedstep_sweep", _VOID, [_POINTER])
     job = _Job(b, JOB)
@@ -129,7 +141,7 @@ def compile_sweep(sweep: Sweep, dtypes: tuple[torch.dtype, ...], exact: torch.dt
     b.position_at_end(turn)
     first, last = job.load("cuts", I64, taken), job.load("cuts", I64, b.add(taken, I64(1)))
     with emit.loop(b, first, last) as chunk:
-        _emit_chunk(b, job, chunk, sweep, dtypes, exact)
+        _emit_chunk(b, job, chunk, sweep, planes, steps, exact)
     b.branch(again)
     b.position_at_end(done)
     b.ret_void()
@@ -137,42 +149,69 @@ def compile_sweep(sweep: Sweep, dtypes: tuple[torch.dtype, ...], exact: torch.dt
 
 
 def _emit_chunk(
-    b: ir.IRBuilder, job: _Job, chunk: ir.Value, sweep: Sweep, dtypes: Any, exact: torch.dtype
+    b: ir.IRBuilder,
+    job: _Job,
+    chunk: ir.Value,
+    sweep: Sweep,
+    planes: tuple[Plane, ...],
+    steps: torch.dtype,
+    exact: torch.dtype,
 ) -> None:
-    compute = F64 if torch.float64 in dtypes else emit.F32
-    place = b.mul(chunk, I64(2))
-    t, begin = job.load("places", I64, place), job.load("places", I64, b.add(place, I64(1)))
+    compute = FLOATS[compute_dtype(planes)]
+    # a vector is a block, where elements share numbers
+    lanes = max(LANES, *(plane.block for plane in planes))
+    kind = emit.wide(compute, lanes)
+    at = b.mul(chunk, I64(2))
+    t, begin = job.load("places", I64, at), job.load("places", I64, b.add(at, I64(1)))
     numel, most = job.load("rows", I64, t, NUMEL), b.add(begin, I64(CHUNK))
     end = b.select(b.icmp_signed("<", most, numel), most, numel)
     # a row without a gradient counts no elements
     end = b.select(b.icmp_signed("<", end, begin), begin, end)
-    addresses = [job.load("rows", I64, t, FIRST_POINTER + k) for k in range(len(dtypes))]
+    addresses = [job.load("rows", I64, t, FIRST_POINTER + k) for k in range(len(planes))]
     scalars = []
     for column in sweep.columns:
         value = job.load("scalars", FLOATS[exact], t, column)
         if value.type != compute:
             value = (b.fptrunc if compute == emit.F32 else b.fpext)(value, compute)
-        scalars.append(emit.fill(b, value))
-    totals = [emit.variable(b, emit.wide(F64)) for _ in sweep.folds]
+        scalars.append(emit.fill(b, value, lanes))
+    totals = [emit.variable(b, emit.wide(F64, lanes)) for _ in sweep.folds]
     for total in totals:
-        b.store(ir.Constant(emit.wide(F64), None), total)
+        b.store(ir.Constant(emit.wide(F64, lanes), None), total)
+    draws = any(op == "draw" for op, _ in sweep.code)
 
-    def sixteen(i: ir.Value, mask: Any) -> None:
-        values = [emit.load(b, addresses[k], i, dtypes[k], compute, mask) for k in sweep.loads]
-        values = Emitter(b, emit.wide(compute)).run(sweep.code, values + scalars)
+    def vector(i: ir.Value, mask: Any) -> None:
+        place = emit.Place(mask, _draw_inputs(b, job, t, i, lanes, FLOATS[steps]) if draws else ())
+        values = [emit.load(b, addresses[k], i, planes[k], kind, place) for k in sweep.loads]
+        values = Emitter(b, kind).run(sweep.code, values + scalars, place)
         for k, value in sweep.stores:
-            emit.store(b, addresses[k], i, dtypes[k], values[value], mask)
-        for total, (value, kind) in zip(totals, sweep.folds, strict=True):
-            b.store(emit.added(b, kind, b.load(total), values[value], mask), total)
+            emit.store(b, addresses[k], i, planes[k], values[value], place)
+        for total, (value, way) in zip(totals, sweep.folds, strict=True):
+            b.store(emit.added(b, way, b.load(total), values[value], mask), total)
 
-    full = b.add(begin, b.and_(b.sub(end, begin), I64(-LANES)))
-    with emit.loop(b, begin, full, LANES) as i:
-        sixteen(i, None)
+    full = b.add(begin, b.and_(b.sub(end, begin), I64(-lanes)))
+    with emit.loop(b, begin, full, lanes) as i:
+        vector(i, None)
     with b.if_then(b.icmp_signed("<", full, end)):
-        sixteen(full, emit.below(b, b.sub(end, full)))
-    for k, (total, (_, kind)) in enumerate(zip(totals, sweep.folds, strict=True)):
+        vector(full, emit.lanes_below(b, b.sub(end, full), lanes))
+    for k, (total, (_, way)) in enumerate(zip(totals, sweep.folds, strict=True)):
         at = b.add(b.mul(chunk, I64(len(totals))), I64(k))
-        b.store(emit.folded(b, kind, b.load(total)), job.at("partials", F64, at))
+        b.store(emit.folded(b, way, b.load(total)), job.at("partials", F64, at))
+
+
+def _draw_inputs(
+    b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, lanes: int, count: ir.Type
+) -> tuple[ir.Value, ...]:
+    """Of the elements of row `t` from `i` on, but for the slot: see `bits.DRAW_INPUTS`."""
+    seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
+    numbers = ir.Constant(emit.wide(I64, lanes), [*range(lanes)])
+    index = b.add(emit.fill(b, b.add(first, i), lanes), numbers)
+
+    def halves(value: ir.Value) -> tuple[ir.Value, ir.Value]:
+        half = emit.wide(I32, lanes) if value.type != I64 else I32
+        return b.trunc(value, half), b.trunc(b.lshr(value, emit.constant(value.type, 32)), half)
+
+    step = b.fptosi(job.load("steps", count, t), I32)
+    return *halves(seed), b.trunc(position, I32), step, *halves(index)
 
 
 @functools.cache

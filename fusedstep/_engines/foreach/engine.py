@@ -4,6 +4,7 @@
     scalars     what is computed once per tensor, by the host where it knows enough, or on the device
     lists       which tensors are stepped by one list
     resolve     a sweep with its scalars filled in: less to do, and memory to reuse
+    placed      tensors whose elements share numbers or draw random bits, one by one
 
 Nothing waits for a device. What the host cannot know without reading it there stays there, and lists are made
 of tensors that share such a scalar.
@@ -17,19 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._algorithm.program import Sweep
+from ..._algorithm.program import Program, Sweep
+from ..._algorithm.step import GRAD
 from .. import FOUND, LIVE, SCALE, SKIP, SKIPPED, Amp, is_capturing, is_traced
-from .lists import Columns, Part, parts
+from .lists import HOST_LIST_BYTES, LIST_BYTES, Columns, Part, parts
+from .placed import pieces
+from .placed import run as run_piece
 from .resolve import Operation, Resolved
 from .scalars import HostInputs, OnDevice, Run, known_columns, on_host
 
 NAME = "torch"
 BY_ADDRESS = False
-CHUNK = 1
 
 
 def unavailable(device_type: str) -> str | None:
     return None
+
+
+def chunk(program: Program) -> int:
+    return 1
 
 
 def bind(table: Any) -> Executable:
@@ -182,12 +189,15 @@ class Executable:
         return next(c for c in self._columns if c.run.first <= bucket.first_row < c.run.end)
 
     def _sweep(self, bucket: Any, sweep: Sweep, skip: Tensor | None) -> None:
-        table, columns, dtype = self._table, self._columns_of(bucket, sweep), bucket.compute_dtype
+        table, columns, dtype = self._table, self._columns_of(bucket, sweep), bucket.program.compute_dtype
         # of every sum and row; several terms where a tensor was cut
         terms: list[dict[int, list[Tensor]]] = [{} for _ in sweep.folds]
         resolved: dict[Any, Resolved] = {}
-        copied = {i for i, f in enumerate(bucket.formats) if f.dtype.to_real() != dtype}
-        stored = {slot for slot, _ in sweep.stores if bucket.program.slots[slot].letter != "g"}
+        if bucket.program.is_placed:
+            self._sweep_pieces(bucket, sweep, columns, skip)
+            return
+        copied = {i for i, plane in enumerate(bucket.program.planes) if plane.dtype != dtype}
+        stored = {place for place, _ in sweep.stores if place != GRAD}
         free = copied if skip is not None else copied | stored
         for part in parts(table, bucket, sweep, columns, self._is_host):
             if part.key not in resolved:
@@ -197,6 +207,22 @@ class Executable:
             for of_rows, found in zip(terms, folded, strict=True):
                 for row, term in zip(part.rows, found, strict=True):
                     of_rows.setdefault(row, []).append(term)
+        for at, (_, kind) in enumerate(sweep.folds):
+            self._put(bucket, sweep.first_fold + at, kind, terms[at])
+
+    def _sweep_pieces(self, bucket: Any, sweep: Sweep, columns: Columns | None, skip: Tensor | None) -> None:
+        """The same where elements share numbers, hold whole ones, or draw random bits."""
+        table, program = self._table, bucket.program
+        dtype, limit = program.compute_dtype, HOST_LIST_BYTES if self._is_host else LIST_BYTES
+        terms: list[dict[int, list[Tensor]]] = [{} for _ in sweep.folds]
+        resolved: dict[int, Resolved] = {}
+        for row, piece in pieces(table, bucket, limit):
+            if row not in resolved:
+                scalars = [] if columns is None else columns.take(table, sweep, [row], dtype)
+                resolved[row] = Resolved(sweep, scalars, dtype, set(), self._is_host)
+            elements = run_piece(resolved[row], piece, program, skip, sweep.clears)
+            for of_rows, (kind, _), x in zip(terms, resolved[row].folds, elements, strict=True):
+                of_rows.setdefault(row, []).extend(_folded(kind, [x], plain=True))
         for at, (_, kind) in enumerate(sweep.folds):
             self._put(bucket, sweep.first_fold + at, kind, terms[at])
 
@@ -223,7 +249,7 @@ def _status(skip: float | Tensor, amp: Amp, like: Tensor) -> Tensor:
 
 def _run(resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clears: bool) -> list[list[Tensor]]:
     """One sweep over one list; returns what it sums. `skip`, if not None, is known to the device alone."""
-    dtype, slots, tensors = bucket.compute_dtype, bucket.program.slots, part.tensors
+    dtype, tensors = bucket.program.compute_dtype, part.tensors
     loaded = tensors
     if not part.plain or any(tensors[slot][0].dtype != dtype for _, slot in resolved.loads):
         loaded = [[]] * len(tensors)
@@ -250,13 +276,13 @@ def _run(resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clear
     # before anything is stored: what is summed may be what was loaded
     folded = [_folded(kind, result(x), part.plain) for kind, x in resolved.folds]
     for slot, numbers in new.items():
-        if slots[slot].letter == "g" and clears:
+        if slot == GRAD and clears:
             # whether or not the step is taken, and though it may be expanded
             for t in tensors[slot]:
                 t.zero_()
         elif numbers is not tensors[slot]:
             # gradients that are unscaled: autograd is not told, as by torch's fused optimizers
-            targets = [t.data for t in tensors[slot]] if slots[slot].letter == "g" else tensors[slot]
+            targets = [t.data for t in tensors[slot]] if slot == GRAD else tensors[slot]
             _store(targets, numbers, skip, part.plain)
     return folded
 

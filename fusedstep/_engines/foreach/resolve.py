@@ -89,7 +89,7 @@ class Resolved:
                 values[at] = None
         return values
 
-    def run_one(self, tensors: Lists | dict[int, list[Tensor]]) -> list[Any]:
+    def run_one(self, tensors: Lists | dict[int, list[Tensor]], word: Callable = on_tensors) -> list[Any]:
         """The same on one tensor, by ordinary operations that overwrite nothing: it may be of any subclass."""
         values: list[Any] = [None] * len(self.order)
         for i, slot in self.loads:
@@ -97,7 +97,7 @@ class Resolved:
         for i, _, args, _ in self._calls:
             found = [values[arg] if type(arg) is int else arg for arg in args]
             found = [arg[0] if isinstance(arg, list) else arg for arg in found]
-            values[i] = [on_tensors(self.order[i].op, found, self._dtype)]
+            values[i] = [word(self.order[i].op, found, self._dtype)]
         return values
 
 
@@ -130,6 +130,8 @@ def _kind(arg: Any) -> str:
 
 def _simplified(op: str, args: list[Any], dtype: torch.dtype) -> Any:
     """The result of an instruction, or the operation that gives it."""
+    if op == "draw":
+        return Operation(op, args)
     if not any(isinstance(arg, Operation) for arg in args):
         return _of_scalars(op, args, dtype)
     args = [float(arg) if isinstance(arg, bool) and op != "where" else arg for arg in args]

@@ -41,6 +41,7 @@ _NUMBERS: dict[str, Callable] = {
     "fma": lambda a, b, c: a * b + c,
     "where": np.where,
     "sqrt": np.sqrt,
+    "abs": np.abs,
     "maximum": np.maximum,
     "minimum": np.minimum,
     "power": np.power,
@@ -99,6 +100,21 @@ def _as_tensors(function: Callable) -> Callable:
     return call
 
 
+def _product_high(a: Tensor, b: Tensor) -> Tensor:
+    a, b = (x.to(torch.int64) & 0xFFFFFFFF for x in (a, b))
+    # in two parts, whose products 64 bits can hold
+    return (((a >> 16) * b + ((a & 0xFFFF) * b >> 16)) >> 16).to(torch.int32)
+
+
+_TO_TYPES: dict[str, Callable] = {
+    "bits": lambda a, dtype: a.to(torch.float32).view(torch.int32),
+    "from_bits": lambda a, dtype: a.view(torch.float32).to(dtype),
+    "number": lambda a, dtype: a.to(dtype),
+    "round_bfloat16": lambda a, dtype: a.to(torch.bfloat16).to(dtype),
+    "round_float16": lambda a, dtype: a.to(torch.float16).to(dtype),
+}
+
+
 _TENSORS: dict[str, Callable] = {
     **{name: getattr(operator, name) for name in (*COMPARISONS, "add", "sub", "mul", "neg")},
     # a number divided by a tensor would be multiplied by its reciprocal
@@ -106,6 +122,7 @@ _TENSORS: dict[str, Callable] = {
     "fma": _fma,
     "where": _where,
     "sqrt": torch.sqrt,
+    "abs": torch.abs,
     "maximum": _as_tensors(torch.maximum),
     "minimum": _as_tensors(torch.minimum),
     "power": torch.pow,
@@ -113,6 +130,13 @@ _TENSORS: dict[str, Callable] = {
     "log": torch.log,
     "tanh": torch.tanh,
     "cos": torch.cos,
+    # words of formats, but for those that ask where an element is
+    "and": torch.bitwise_and,
+    "xor": torch.bitwise_xor,
+    "shift_left": torch.bitwise_left_shift,
+    # with zeros coming in
+    "shift_right": lambda a, by: (a >> by) & ((1 << (32 - by)) - 1),
+    "product_high": _as_tensors(_product_high),
     # what `resolve` finds in a program
     "lerp": torch.lerp,
     "addcmul": lambda c, a, b, factor: torch.addcmul(c, a, b, value=factor),
@@ -125,6 +149,11 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> Any:
     like = next((arg for arg in args if isinstance(arg, Tensor)), None)
     if like is None:
         return _on_number(op, args)
+    if op in _TO_TYPES:
+        return _TO_TYPES[op](args[0], dtype)
+    if any(isinstance(arg, Tensor) and arg.dtype == torch.int32 for arg in args):
+        # constants beside whole numbers
+        args = [int(arg) if isinstance(arg, float) else arg for arg in args]
     if op == "where":
         # two numbers would have torch's default dtype
         numbers = not isinstance(args[1], Tensor) and not isinstance(args[2], Tensor)
@@ -141,7 +170,7 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> Any:
 # What a word is called with is told by a letter for each argument: `l`, a list of tensors; `n`, a number; `N`,
 # a number for each tensor; `t`, a number that only the device knows; `T`, one for each tensor; `b`, conditions.
 
-_UNARY = ("neg", "sqrt", "exp", "log", "tanh", "cos")
+_UNARY = ("neg", "abs", "sqrt", "exp", "log", "tanh", "cos")
 _COMMUTING = ("add", "mul", "maximum", "minimum")
 _BINARY = (*_COMMUTING, "sub", "div", "power")
 _FUSED = ("lerp", "addcmul", "addcdiv")
@@ -168,7 +197,8 @@ def on_lists(op: str, kinds: str, free: tuple[bool, ...], dtype: torch.dtype, is
         return _foreach(op, free[0])
     if op == "fma" and kinds[0] != "b" and kinds[1] == "l" and kinds[2] != "b":
         return _list_fma(kinds, free, is_host)
-    count_at = next(i for i, kind in enumerate(kinds) if kind in "lNTb")
+    # random bits take no list, and are drawn for one tensor at a time
+    count_at = next((i for i, kind in enumerate(kinds) if kind in "lNTb"), 0)
 
     def one_by_one(*args: Any) -> list[Tensor]:
         lists = [kind in "lNTb" for kind in kinds]

@@ -10,25 +10,35 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from ..._algorithm.program import Scalars
+from ..._algorithm.program import Program, Scalars
 from .. import Amp, chunk_starts, chunks, is_capturing
 from .kernels import INPUTS, fusedstep_prepare, fusedstep_reduce, fusedstep_sweep, probe
-from .source import scalars_function, sweep_function
+from .source import draws_of, scalars_function, sweep_function
 
 NAME = "triton"
 BY_ADDRESS = True
 # read once: every look at a knob of Triton's is a look at the environment
 _INTERPRET = triton.knobs.runtime.interpret
+
+
+class _Shape(NamedTuple):
+    """How a chunk is worked through: elements of a tile, tiles at once, warps, registers of a thread."""
+
+    tile: int
+    tiles: int
+    warps: int
+    registers: int | None = None
+
+
 # the best for every mix of dtypes on an H200: benchmarks/MEASURED.md
-_BLOCK, _TILES, _WARPS = 256, 4, 2
-CHUNK = _BLOCK * _TILES
+_PLAIN_SHAPE, _SHARED_SHAPE = _Shape(256, 4, 2), _Shape(512, 2, 2, 72)
 # tensors for which one program prepares scalars, and how many others it looks at together
 _ROWS, _OTHERS = 32, 256
 # chunks that a program adds up at once
@@ -39,6 +49,9 @@ _TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
+    torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
 }
 
 
@@ -54,6 +67,11 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
+def chunk(program: Program) -> int:
+    """More where 8 bits are decoded: what comes before that is then a larger part of all."""
+    return 1024 if program.block == 1 else 4096
+
+
 def bind(table: Any) -> Executable:
     with _on(table.device):
         return Executable(table)
@@ -65,9 +83,10 @@ class Executable:
     def __init__(self, table: Any) -> None:
         self._device = table.device
         numels = np.concatenate([bucket.numels for bucket in table.buckets])
+        sizes = np.concatenate([np.full(len(bucket.rows), chunk(bucket.program)) for bucket in table.buckets])
         # of every chunk of the table its row, and its number within that
-        places = torch.from_numpy(np.stack(chunks(numels, CHUNK), 1).astype(np.int32)).to(table.device)
-        firsts = chunk_starts(numels, CHUNK)
+        places = torch.from_numpy(np.stack(chunks(numels, sizes), 1).astype(np.int32)).to(table.device)
+        firsts = chunk_starts(numels, sizes)
         self._prepares: list[list[_Launch]] = []
         self._sweeps: list[list[_Launch]] = []
         for k in range(table.sweep_count):
@@ -135,31 +154,40 @@ def _sweep(table: Any, k: int, run: Any, places: torch.Tensor, firsts: np.ndarra
     first_fold, kinds, buckets = run
     maxes = tuple(kind == "max" for kind in kinds)
     # a chunk is small enough to be summed in what it is computed in
-    dtype = max((bucket.compute_dtype for bucket in table.buckets), key=lambda dtype: dtype.itemsize)
+    dtype = max((b.program.compute_dtype for b in table.buckets), key=lambda dtype: dtype.itemsize)
     partials = torch.empty(len(places), len(kinds), dtype=dtype, device=table.device)
     for bucket in buckets:
         begin, end = (int(firsts[bucket.first_row + i]) for i in (0, len(bucket.rows)))
-        sweep = bucket.program.sweeps[k]
+        program, sweep = bucket.program, bucket.program.sweeps[k]
+        planes, stores = program.planes, tuple(place for place, _ in sweep.stores)
+        touched = [planes[place] for place in (*sweep.loads, *stores)]
+        share = max((plane.block for plane in touched), default=1)
+        shape = _PLAIN_SHAPE if share == 1 else _SHARED_SHAPE
         constants = {
-            "RULE": sweep_function(sweep, bucket.program.name, bucket.compute_dtype == torch.float64),
+            "RULE": sweep_function(sweep, program.name, planes),
             "LOADS": sweep.loads,
-            "STORES": tuple(slot for slot, _ in sweep.stores),
+            "STORES": stores,
+            "LOAD_SHARES": tuple(planes[place].block for place in sweep.loads),
+            "STORE_SHARES": tuple(planes[place].block for place in stores),
+            "DRAWS": draws_of(sweep),
             "COLUMNS": sweep.columns,
             "MAXES": maxes,
             # gradients are measured before that is decided
             "SKIPS": k > 0 or not table.spec.measures_first,
             "CLEARS": 1 if sweep.clears else None,
-            "DTYPES": tuple(_TYPES[format.dtype] for format in bucket.formats),
-            "COMPUTE": _TYPES[bucket.compute_dtype],
+            "DTYPES": tuple(_TYPES[plane.dtype] for plane in planes),
+            "COMPUTE": _TYPES[program.compute_dtype],
+            "SHARE": share,
             "CELLS_WIDTH": table.cells.shape[1],
             "SCALARS_WIDTH": table.scalars.shape[1],
             # every other sweep starts where the last one ended, with what is still in the cache
             "BACKWARDS": (k + int(not table.spec.measures_first)) % 2 == 1,
-            "BLOCK": _BLOCK,
-            "TILES": _TILES,
+            "BLOCK": shape.tile,
+            "TILES": shape.tiles,
+            "LOOPS": chunk(program) // (shape.tile * shape.tiles),
         }
-        tables = table.cells, table.scalars, table.status, places, partials, begin
-        options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+        tables = table.cells, table.scalars, table.status, table.steps, places, partials, begin
+        options = {"num_warps": shape.warps, "enable_fp_fusion": False, "maxnreg": shape.registers}
         yield _Launch(fusedstep_sweep, end - begin, tables, 0, constants, options)
     if kinds:
         first_row, end_row = buckets[0].first_row, buckets[-1].end_row

@@ -12,14 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..._algorithm.bits import ROUNDS
 from .. import (
     CLIP_ID,
+    FIRST_INDEX,
     FIRST_POINTER,
     FOUND,
     GROUP,
     LIVE,
     NUMEL,
+    POSITION,
     SCALE,
+    SEED,
     SKIP,
     SKIPPED,
     UNMASKED_NUMEL,
@@ -29,6 +33,7 @@ from .source import maximum
 _LIVE, _GROUP, _CLIP_ID, _NUMEL, _UNMASKED_NUMEL, _FIRST_POINTER = map(
     tl.constexpr, (LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, FIRST_POINTER)
 )
+_SEED, _POSITION, _FIRST_INDEX, _ROUNDS = map(tl.constexpr, (SEED, POSITION, FIRST_INDEX, ROUNDS))
 _SKIP, _SCALE, _SKIPPED, _FOUND = map(tl.constexpr, (SKIP, SCALE, SKIPPED, FOUND))
 
 # what scalars are computed from
@@ -169,10 +174,10 @@ def _folded(x, axis: tl.constexpr, MAX: tl.constexpr):
 
 
 @triton.jit
-def _addresses(row, SLOTS: tl.constexpr, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
+def _addresses(row, PLANES: tl.constexpr, DTYPES: tl.constexpr, ALIGNED: tl.constexpr):
     addresses = ()
-    for k in tl.static_range(len(SLOTS)):
-        address = tl.load(row + _FIRST_POINTER + SLOTS[k]).to(tl.pointer_type(DTYPES[SLOTS[k]]))
+    for k in tl.static_range(len(PLANES)):
+        address = tl.load(row + _FIRST_POINTER + PLANES[k]).to(tl.pointer_type(DTYPES[PLANES[k]]))
         if ALIGNED:
             address = tl.multiple_of(address, 16)
         addresses = addresses + (address,)
@@ -180,49 +185,123 @@ def _addresses(row, SLOTS: tl.constexpr, DTYPES: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
+def _elements(start, SIZE: tl.constexpr, SHARE: tl.constexpr):
+    """Places of a tile's elements; in rows of SHARE, if so many share a number."""
+    if SHARE == 1:
+        return start + tl.arange(0, SIZE)
+    else:
+        return start + tl.arange(0, SIZE // SHARE)[:, None] * SHARE + tl.arange(0, SHARE)[None, :]
+
+
+@triton.jit
+def _offsets(start, SIZE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr):
+    """The same for a plane, which may have one number for each row."""
+    if SHARED == 1:
+        return _elements(start, SIZE, SHARE)
+    else:
+        return start // SHARE + tl.arange(0, SIZE // SHARE)[:, None]
+
+
+@triton.jit
+def _words(row, step, start, SLOT: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr):
+    """Random bits of every element of a tile: `bits.drawn`."""
+    seed, position = tl.load(row + _SEED), tl.load(row + _POSITION).to(tl.uint32)
+    first = start + tl.load(row + _FIRST_INDEX)
+    if first % 4 == 0:
+        words = _words_of_fours(seed, first, step, position, SLOT, SIZE, SHARE)
+    else:
+        words = _words_of_each(seed, _elements(first, SIZE, SHARE), step, position, SLOT)
+    return words.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _words_of_fours(seed, first, step, position, SLOT: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr):
+    a, b, c, d = _philox(seed, _quarters(first, SIZE, SHARE), step, position, SLOT)
+    # of every four elements the first and third, the second and fourth
+    words = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(words, [SIZE] if SHARE == 1 else [SIZE // SHARE, SHARE])
+
+
+@triton.jit
+def _words_of_each(seed, i, step, position, SLOT: tl.constexpr):
+    a, b, c, d = _philox(seed, i // 4, step, position, SLOT)
+    return tl.where(i % 4 < 2, tl.where(i % 4 == 0, a, b), tl.where(i % 4 == 2, c, d))
+
+
+@triton.jit
+def _quarters(first, SIZE: tl.constexpr, SHARE: tl.constexpr):
+    if SHARE == 1:
+        return first // 4 + tl.arange(0, SIZE // 4)
+    else:
+        rows = tl.arange(0, SIZE // SHARE)[:, None] * (SHARE // 4)
+        return first // 4 + rows + tl.arange(0, SHARE // 4)[None, :]
+
+
+@triton.jit
+def _philox(seed, quarter, step, position, SLOT: tl.constexpr):
+    low, high = quarter.to(tl.uint32), (quarter >> 32).to(tl.uint32) + (SLOT << 16)
+    return tl.philox(seed, low, high, step + low * 0, position + low * 0, _ROUNDS)
+
+
+@triton.jit
 def _tiles(
+    row,
     sources,
     targets,
     s,
+    step,
     sums,
     start,
     numel,
     RULE: tl.constexpr,
+    LOAD_SHARES: tl.constexpr,
+    STORE_SHARES: tl.constexpr,
+    DRAWS: tl.constexpr,
     MAXES: tl.constexpr,
     COMPUTE: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Update TILES x BLOCK elements from `start`, only those below `numel` unless that is None; returns `sums`
     with what is to be summed added.
     """
-    offsets = start + tl.arange(0, BLOCK)
     LOADS: tl.constexpr = len(sources)
     STORES: tl.constexpr = len(targets)
     # all loads first: enough of them in flight to cover the latency of memory
     loaded = ()
     for tile in tl.static_range(TILES):
-        o = offsets + tile * BLOCK
         for k in tl.static_range(LOADS):
-            loaded = loaded + (tl.load(sources[k] + o, None if numel is None else o < numel),)
+            o = _offsets(start + tile * BLOCK, BLOCK, SHARE, LOAD_SHARES[k])
+            loaded = loaded + (tl.load(sources[k] + o, None if numel is None else o * LOAD_SHARES[k] < numel),)
     for tile in tl.static_range(TILES):
-        o = offsets + tile * BLOCK
         x = ()
         for k in tl.static_range(LOADS):
-            x = x + (loaded[tile * LOADS + k].to(COMPUTE),)
-        x = RULE(*(x + s))
+            if sources[k].dtype.element_ty.is_int():
+                x = x + (loaded[tile * LOADS + k].to(tl.int32),)
+            else:
+                x = x + (loaded[tile * LOADS + k].to(COMPUTE),)
+        words = ()
+        for k in tl.static_range(len(DRAWS)):
+            words = words + (_words(row, step, start + tile * BLOCK, DRAWS[k], BLOCK, SHARE),)
+        mask = None if numel is None else _elements(start + tile * BLOCK, BLOCK, SHARE) < numel
+        x = RULE(mask, words, *(x + s))
         for k in tl.static_range(STORES):
             value = x[k]
-            if targets[k].dtype.element_ty.primitive_bitwidth == 16:
+            if (
+                targets[k].dtype.element_ty.is_floating()
+                and targets[k].dtype.element_ty.primitive_bitwidth == 16
+            ):
                 # by way of 32 bits, as processors do it
                 value = value.to(tl.float32)
+            o = _offsets(start + tile * BLOCK, BLOCK, SHARE, STORE_SHARES[k])
             value = value.to(targets[k].dtype.element_ty)
-            tl.store(targets[k] + o, value, None if numel is None else o < numel)
+            tl.store(targets[k] + o, value, None if numel is None else o * STORE_SHARES[k] < numel)
         joined = ()
         for k in tl.static_range(len(sums)):
             term = x[STORES + k]
             # what lies beyond may be NaN
-            term = term if numel is None else tl.where(o < numel, term, 0)
+            term = term if numel is None else tl.where(mask, term, 0)
             joined = joined + (_joined(sums[k], term, MAXES[k]),)
         sums = joined
     return sums
@@ -233,70 +312,116 @@ def fusedstep_sweep(
     cells,
     scalars,
     status,
+    steps,
     places,
     partials,
     first_chunk,
     RULE: tl.constexpr,
     LOADS: tl.constexpr,
     STORES: tl.constexpr,
+    LOAD_SHARES: tl.constexpr,
+    STORE_SHARES: tl.constexpr,
+    DRAWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MAXES: tl.constexpr,
     SKIPS: tl.constexpr,
     CLEARS: tl.constexpr,
     DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
+    SHARE: tl.constexpr,
     CELLS_WIDTH: tl.constexpr,
     SCALARS_WIDTH: tl.constexpr,
     BACKWARDS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    LOOPS: tl.constexpr,
 ):
     chunk = tl.program_id(0).to(tl.int64)
     if BACKWARDS:
         chunk = tl.num_programs(0) - 1 - chunk
     chunk += first_chunk
     t = tl.load(places + chunk * 2)
-    start = tl.load(places + chunk * 2 + 1).to(tl.int64) * (BLOCK * TILES)
+    start = tl.load(places + chunk * 2 + 1).to(tl.int64) * (BLOCK * TILES * LOOPS)
     row = cells + t * CELLS_WIDTH
     if SKIPS:  # noqa: SIM102  (known when compiling, unlike the next condition)
         if tl.load(status + _SKIP) != 0:
             if CLEARS is not None:
-                _clear(row, start, CLEARS, DTYPES, BLOCK, TILES)
+                _clear(row, start, CLEARS, DTYPES, BLOCK, TILES * LOOPS)
             return
     s = ()
     for k in tl.static_range(len(COLUMNS)):
         s = s + (tl.load(scalars + t * SCALARS_WIDTH + COLUMNS[k]).to(COMPUTE),)
+    step = None
+    if len(DRAWS) > 0:
+        step = tl.load(steps + t).to(tl.uint32)
     sums = ()
     for _ in tl.static_range(len(MAXES)):
-        sums = sums + (tl.zeros([BLOCK], COMPUTE),)
+        sums = sums + (tl.zeros([BLOCK] if SHARE == 1 else [BLOCK // SHARE, SHARE], COMPUTE),)
     if start < tl.load(row + _UNMASKED_NUMEL):
         sources, targets = _addresses(row, LOADS, DTYPES, True), _addresses(row, STORES, DTYPES, True)
-        sums = _tiles(sources, targets, s, sums, start, None, RULE, MAXES, COMPUTE, BLOCK, TILES)
+        for i in range(LOOPS):
+            sums = _tiles(
+                row,
+                sources,
+                targets,
+                s,
+                step,
+                sums,
+                start + i * (BLOCK * TILES),
+                None,
+                RULE,
+                LOAD_SHARES,
+                STORE_SHARES,
+                DRAWS,
+                MAXES,
+                COMPUTE,
+                SHARE,
+                BLOCK,
+                TILES,
+            )
         _put(sums, partials, chunk, MAXES)
     else:
         sources, targets = _addresses(row, LOADS, DTYPES, False), _addresses(row, STORES, DTYPES, False)
         numel = tl.load(row + _NUMEL)
         # one tile at a time: this path is rare, and must not cost the other one registers
-        for first in range(start, tl.minimum(start + BLOCK * TILES, numel), BLOCK):
-            sums = _tiles(sources, targets, s, sums, first, numel, RULE, MAXES, COMPUTE, BLOCK, 1)
+        for first in range(start, tl.minimum(start + BLOCK * TILES * LOOPS, numel), BLOCK):
+            sums = _tiles(
+                row,
+                sources,
+                targets,
+                s,
+                step,
+                sums,
+                first,
+                numel,
+                RULE,
+                LOAD_SHARES,
+                STORE_SHARES,
+                DRAWS,
+                MAXES,
+                COMPUTE,
+                SHARE,
+                BLOCK,
+                1,
+            )
         _put(sums, partials, chunk, MAXES)
 
 
 @triton.jit
-def _clear(row, start, SLOT: tl.constexpr, DTYPES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+def _clear(row, start, PLANE: tl.constexpr, DTYPES: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
     """Fill a chunk of a tensor with zeros."""
-    target = tl.load(row + _FIRST_POINTER + SLOT).to(tl.pointer_type(DTYPES[SLOT]))
+    target = tl.load(row + _FIRST_POINTER + PLANE).to(tl.pointer_type(DTYPES[PLANE]))
     numel = tl.load(row + _NUMEL)
     for first in range(start, tl.minimum(start + BLOCK * TILES, numel), BLOCK):
         o = first + tl.arange(0, BLOCK)
-        tl.store(target + o, tl.zeros([BLOCK], DTYPES[SLOT]), o < numel)
+        tl.store(target + o, tl.zeros([BLOCK], DTYPES[PLANE]), o < numel)
 
 
 @triton.jit
 def _put(sums, partials, chunk, MAXES: tl.constexpr):
     SUMS: tl.constexpr = len(sums)
     for k in tl.static_range(SUMS):
-        tl.store(partials + chunk * SUMS + k, _folded(sums[k], 0, MAXES[k]))
+        tl.store(partials + chunk * SUMS + k, _folded(tl.ravel(sums[k]), 0, MAXES[k]))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from ..._algorithm.cut import Instruction
+from ..._algorithm.code import Instruction
+from ..._algorithm.formats import Plane, compute_dtype
 from ..._algorithm.program import Scalars, Sweep
 
 
@@ -34,77 +37,157 @@ def _tanh(a):
     return tl.where(x < 0, -value, value).to(a.dtype)
 
 
-_INFIX = {"add": "+", "sub": "-", "mul": "*"}
+@triton.jit
+def _block_largest(a, mask):
+    size = tl.abs(a.to(tl.float32))
+    # what lies beyond the end of a tensor is no part of a block
+    size = size if mask is None else tl.where(mask, size, 0)
+    return tl.reduce(size, 1, maximum, keep_dims=True).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _shift_right(a, BY: tl.constexpr):
+    return (a.to(tl.uint32, bitcast=True) >> BY).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _product_high(a, B: tl.constexpr):
+    a = a.to(tl.uint32, bitcast=True)
+    return tl.umulhi(a, tl.full(a.shape, B, tl.uint32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fast_quotient(a, b):
+    a, b = tl.broadcast(a, b)
+    return tl.inline_asm_elementwise("div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+
+
+@triton.jit
+def _fast_root(a):
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
+
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "xor": "^"}
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-# written out instead of called: in the interpreter a call of a function costs more than what it does
+# written out instead of called: in the interpreter a call of a function costs more than what it does. FLOAT is
+# the type computed in
 _CALLS = {
+    "neg": "-{}",
+    "abs": "tl.abs({})",
     "fma": "tl.fma({}, {}, {})",
     "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "power": "_power({}, {})",
     "tanh": "_tanh({})",
     # in float64, or they would be approximate
-    "exp": "tl.exp(({}).to(tl.float64)).to(x0.dtype)",
-    "log": "tl.log(({}).to(tl.float64)).to(x0.dtype)",
-    "cos": "tl.cos(({}).to(tl.float64)).to(x0.dtype)",
+    "exp": "tl.exp(({}).to(tl.float64)).to(FLOAT)",
+    "log": "tl.log(({}).to(tl.float64)).to(FLOAT)",
+    "cos": "tl.cos(({}).to(tl.float64)).to(FLOAT)",
+    # words of formats
+    "from_bits": "({}).to(tl.float32, bitcast=True).to(FLOAT)",
+    "number": "({}).to(FLOAT)",
+    "round_bfloat16": "({}).to(tl.float32).to(tl.bfloat16).to(FLOAT)",
+    "round_float16": "({}).to(tl.float32).to(tl.float16).to(FLOAT)",
 }
 # correctly rounded
 _FLOAT32 = {**_CALLS, "div": "tl.div_rn({}, {})", "sqrt": "tl.sqrt_rn({})"}
 _FLOAT64 = {**_CALLS, "div": "{} / {}", "sqrt": "tl.sqrt({})"}
+# within two units of the last place, which 8 bits do not show, and a fifth of the instructions: with so few
+# bytes to move these would be what a sweep waits for
+_FAST = {**_FLOAT32, "div": "{} / {}", "sqrt": "tl.sqrt({})"}
+if torch.version.cuda is not None and not triton.knobs.runtime.interpret:
+    # what is below 2**-126 is 0
+    _FAST |= {"div": "_fast_quotient({}, {})", "sqrt": "_fast_root({})"}
+# with whole numbers for results, whatever they take
+_WHOLE = {
+    "bits": "({}).to(tl.float32).to(tl.int32, bitcast=True)",
+    "shift_left": "({} << {})",
+    "shift_right": "_shift_right({}, {})",
+    "product_high": "_product_high({}, {})",
+    "block_largest": "_block_largest({}, mask)",
+    "draw": "words[{}]",
+}
 # `tl` is looked for in every function by the interpreter
-_NAMES = {"tl": tl, "_power": _power, "_tanh": _tanh}
+_NAMES = {
+    "tl": tl,
+    "_power": _power,
+    "_tanh": _tanh,
+    "_block_largest": _block_largest,
+    "_shift_right": _shift_right,
+    "_product_high": _product_high,
+    "_fast_quotient": _fast_quotient,
+    "_fast_root": _fast_root,
+}
 
 
 class _Writer:
     """Lines of a function; values are its arguments, then the results of instructions."""
 
-    def __init__(self, arguments: int, calls: dict[str, str]) -> None:
+    def __init__(self, kinds: str, calls: dict[str, str], draws: tuple[int, ...] = ()) -> None:
+        """`kinds`, a letter for each argument: `f`, a number; `i`, a whole one. Conditions are `t`."""
         self.lines: list[str] = []
-        self._calls = calls
-        self._names = [f"x{i}" for i in range(arguments)]
-        self._truths: set[int] = set()
+        self._calls, self._float = calls, "tl.float64" if calls is _FLOAT64 else "tl.float32"
+        self._names = [f"x{i}" for i in range(len(kinds))]
+        self.arguments = (*self._names,)
+        self._kinds, self._draws = [*kinds], draws
 
-    def name(self, arg: int | float) -> str:
-        """A value; a constant as a tensor of the type computed in, and a condition as 0 or 1."""
+    def name(self, arg: int | float, like: int | float | None = None) -> str:
+        """A value, a condition as 0 or 1; a constant as a tensor of the kind and shape of `like`."""
         if isinstance(arg, float):
-            return f"tl.full(x0.shape, {_literal(arg)}, x0.dtype)"
-        return f"{self._names[arg]}.to(x0.dtype)" if arg in self._truths else self._names[arg]
+            at = self._names[like] if isinstance(like, int) else "x0"
+            is_whole = isinstance(like, int) and self._kinds[like] == "i"
+            return f"tl.full({at}.shape, {_literal(arg, is_whole)}, {'tl.int32' if is_whole else self._float})"
+        return f"{self._names[arg]}.to({self._float})" if self._kinds[arg] == "t" else self._names[arg]
 
     def write(self, op: str, args: tuple[int | float, ...]) -> None:
         number = len(self._names)
+        # of the arguments that must be of one kind
+        same = args[1:] if op == "where" else args
+        like = next((arg for arg in same if isinstance(arg, int)), None)
+        is_whole = like is not None and self._kinds[like] == "i"
+        kind = "i" if is_whole else "f"
         if op == "where":
             condition = self._names[int(args[0])]
-            condition = condition if args[0] in self._truths else f"({condition} != 0)"
-            text = f"tl.where({condition}, {self.name(args[1])}, {self.name(args[2])})"
+            condition = condition if self._kinds[int(args[0])] == "t" else f"({condition} != 0)"
+            text = f"tl.where({condition}, {self.name(args[1], like)}, {self.name(args[2], like)})"
         elif op == "constant":
             text = self.name(args[0])
-        elif op == "neg":
-            text = f"-{self.name(args[0])}"
         elif op in _INFIX or op in _COMPARISONS:
             sign = _INFIX.get(op) or _COMPARISONS[op]
             # a number beside a tensor takes the tensor's type
-            a, b = (_literal(arg) if isinstance(arg, float) else self.name(arg) for arg in args)
-            text = f"{a} {sign} {b}"
+            a, b = (_literal(arg, is_whole) if isinstance(arg, float) else self.name(arg) for arg in args)
+            text, kind = f"{a} {sign} {b}", "t" if op in _COMPARISONS else kind
+        elif op == "draw":
+            text, kind = _WHOLE[op].format(self._draws.index(int(args[0]))), "i"
+        elif op in _WHOLE:
+            found = (_literal(arg, True) if isinstance(arg, float) else self.name(arg) for arg in args)
+            text, kind = _WHOLE[op].format(*found), "i"
         else:
-            text = self._calls[op].format(*map(self.name, args))
-        if op in _COMPARISONS:
-            self._truths.add(number)
+            text = self._calls[op].format(*(self.name(arg, like) for arg in args))
+            text = text.replace("FLOAT", self._float)
+            kind = kind if op in ("neg", "maximum", "minimum") else "f"
+        self._kinds.append(kind)
         self._names.append(f"v{number}")
         self.lines.append(f"v{number} = {text}")
 
 
-def _literal(number: float) -> str:
+def _literal(number: float, is_whole: bool = False) -> str:
+    if is_whole:
+        return repr(int(number))
     return repr(number) if number - number == 0 else f'float("{number!r}")'
 
 
 def _function(
-    name: str, arguments: int, code: tuple[Instruction, ...], results: tuple[int | float, ...], is_double: bool
+    name: str,
+    first: tuple[str, ...],
+    writer: _Writer,
+    code: Sequence[Instruction],
+    results: Sequence[int | float],
 ) -> Any:
-    """A device function of `arguments` values that gives `results`."""
-    writer = _Writer(arguments, _FLOAT64 if is_double else _FLOAT32)
+    """A device function that gives `results`, of these arguments and then the writer's."""
+    given = ", ".join((*first, *writer.arguments))
     for op, args in code:
         writer.write(op, args)
-    given = ", ".join(f"x{i}" for i in range(arguments))
     returned = "".join(f"{writer.name(result)}, " for result in results)
     body = "\n".join(f"    {line}" for line in (*writer.lines, f"return ({returned})"))
     text = f"def {name}({given}):\n{body}\n"
@@ -116,13 +199,24 @@ def _function(
     return triton.jit(names[name])
 
 
+def draws_of(sweep: Sweep) -> tuple[int, ...]:
+    """The slots that a sweep draws random bits for."""
+    return tuple(dict.fromkeys(int(args[0]) for op, args in sweep.code if op == "draw"))
+
+
 @functools.cache
-def sweep_function(sweep: Sweep, name: str, is_double: bool) -> Any:
-    """rule(*loaded, *scalars): what is stored, then what is summed."""
+def sweep_function(sweep: Sweep, name: str, planes: tuple[Plane, ...]) -> Any:
+    """rule(mask, words, *loaded, *scalars): what is stored, then what is summed.
+
+    `mask` tells which elements there are, and `words` are the random bits of `draws_of` the sweep.
+    """
     results = (*(value for _, value in sweep.stores), *(fold.value for fold in sweep.folds))
+    kinds = "".join("i" if planes[place].is_whole else "f" for place in sweep.loads) + "f" * len(sweep.columns)
+    is_coarse = any(plane.block > 1 for plane in planes)
+    calls = _FLOAT64 if compute_dtype(planes) == torch.float64 else _FAST if is_coarse else _FLOAT32
     # a lambda's name is none
     name = f"fusedstep_{name}" if name.isidentifier() else "fusedstep_rule"
-    return _function(name, len(sweep.loads) + len(sweep.columns), sweep.code, results, is_double)
+    return _function(name, ("mask", "words"), _Writer(kinds, calls, draws_of(sweep)), sweep.code, results)
 
 
 @functools.cache
@@ -130,4 +224,5 @@ def scalars_function(scalars: Scalars, is_double: bool) -> Any:
     """scalars(*inputs): the columns, then whether the step is to be skipped."""
     skip = () if scalars.skip is None else (scalars.skip,)
     results = (*scalars.columns, *skip)
-    return _function("fusedstep_scalars", len(scalars.inputs), scalars.code, results, is_double)
+    writer = _Writer("f" * len(scalars.inputs), _FLOAT64 if is_double else _FLOAT32)
+    return _function("fusedstep_scalars", (), writer, scalars.code, results)

@@ -1,0 +1,119 @@
+"""Words for how numbers are stored: whole numbers of 32 bits that wrap around, and blocks of elements.
+
+Rules have no need for them; formats (formats.py) are written with them and the words of language.py, and
+traced in the same way. `+`, `-`, `*`, comparisons, `where`, `maximum`, `minimum` and `abs` take whole numbers,
+too. A constant is of the kind of what it stands beside.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from .code import Code, linear
+from .language import Value, operation, where
+
+
+def bits(a):
+    """The bits of a number, rounded to float32."""
+    return operation("bits", a)
+
+
+def from_bits(a):
+    """The float32 that has these bits."""
+    return operation("from_bits", a)
+
+
+def number(a):
+    """A whole number as a number; exact below 2**24."""
+    return operation("number", a)
+
+
+def shifted_left(a, by: int):
+    return operation("shift_left", a, by)
+
+
+def shifted_right(a, by: int):
+    """With zeros coming in."""
+    return operation("shift_right", a, by)
+
+
+def both(a, b):
+    """The bits that are set in both."""
+    return operation("and", a, b)
+
+
+def either(a, b):
+    """The bits that are set in one of them, but not in the other."""
+    return operation("xor", a, b)
+
+
+def product_high(a, b):
+    """The upper 32 bits of the product of two whole numbers without sign."""
+    return operation("product_high", a, b)
+
+
+def rounded(a, dtype: str):
+    """A number rounded to a narrower dtype, to nearest even."""
+    return operation(f"round_{dtype}", a)
+
+
+def block_largest(a):
+    """The bits of the largest number of each block, without its sign; NaN is above all. One for all elements of
+    the block, which others may be beside.
+    """
+    return operation("block_largest", a)
+
+
+def draw(slot: int):
+    """32 random bits for each element of a slot."""
+    value = Value("draw", slot)
+    value.per_element = True
+    return value
+
+
+# where random bits come from, in the order in which engines hand these over: of the table, the row and the
+# element. `index` counts the elements of the whole tensor, row by row
+DRAW_INPUTS = ("seed_low", "seed_high", "position", "step", "index_low", "index_high", "slot")
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+# the fewest that pass BigCrush: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011
+ROUNDS = 7
+
+
+def signed(number: int) -> int:
+    """The whole number of 32 bits with sign that has the same bits."""
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >> 31 else number
+
+
+def philox(counter: Any, key: Any) -> Any:
+    """Four random words from four that count."""
+    (a, b, c, d), (key0, key1) = counter, key
+    for _ in range(ROUNDS):
+        high0, low0 = product_high(a, signed(_MULTIPLIERS[0])), a * signed(_MULTIPLIERS[0])
+        high1, low1 = product_high(c, signed(_MULTIPLIERS[1])), c * signed(_MULTIPLIERS[1])
+        a, b, c, d = either(either(high1, b), key0), low1, either(either(high0, d), key1), low0
+        key0, key1 = key0 + signed(_KEY_STEPS[0]), key1 + signed(_KEY_STEPS[1])
+    return a, b, c, d
+
+
+def drawn(seed_low, seed_high, position, step, index_low, index_high, slot):
+    """One word of four that elements share: see `DRAW_INPUTS`."""
+    quarter = shifted_right(index_low, 2) + shifted_left(index_high, 30)
+    upper = shifted_right(index_high, 2) + shifted_left(slot, 16)
+    a, b, c, d = philox((quarter, upper, step, position), (seed_low, seed_high))
+    lane = both(index_low, 3)
+    return where(lane == 0, a, where(lane == 1, b, where(lane == 2, c, d)))
+
+
+@functools.cache
+def draw_code() -> Code:
+    """`drawn` as instructions on its inputs, in their order."""
+    inputs = [operation("input", i) for i in range(len(DRAW_INPUTS))]
+    places = {value: i for i, value in enumerate(inputs)}
+
+    def leaf(value: Value) -> Any:
+        return ("input", places[value]) if value in places else None
+
+    return linear([drawn(*inputs)], leaf, rank=lambda at: at[1])

@@ -1,0 +1,238 @@
+"""How a slot is stored: a format names the tensors (planes) it consists of, and how to read and write them.
+
+`load` and `store` are written in the language of rules and traced with them, so engines know planes and no
+formats. Rules know neither. Why these formats and no others: benchmarks/INT8_STUDY.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .bits import (
+    bits,
+    block_largest,
+    both,
+    either,
+    from_bits,
+    number,
+    product_high,
+    rounded,
+    shifted_left,
+    shifted_right,
+    signed,
+)
+from .language import abs, maximum, minimum, where
+
+# elements of an 8-bit state that share a scale
+BLOCK = 64
+
+_MAGNITUDE, _INFINITY, _NAN, _ONE = 0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x3F800000
+_SIGN = signed(0x80000000)
+_HALF = 0x3F000000
+# an exponent whose scale is no number, because 1 / scale is none
+_NO_SCALE = 254
+
+
+class Plane(NamedTuple):
+    """One tensor of a slot: its name in the state, its dtype, and how many elements share one number of it."""
+
+    name: str
+    dtype: torch.dtype
+    block: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds whole numbers."""
+        return not self.dtype.is_floating_point
+
+
+class Format(Protocol):
+    """How a slot is stored."""
+
+    @property
+    def loses_bits(self) -> bool:
+        """Whether what is read back is less precise than what was computed."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether `store` takes random bits."""
+
+    def planes(self, name: str) -> tuple[Plane, ...]:
+        """Of the slot of this name; the first of a parameter is the parameter itself."""
+
+    def load(self, *planes: Any) -> Any:
+        """The number that is stored."""
+
+    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+        """What is stored of a number, in each plane."""
+
+
+class Plain(NamedTuple):
+    """One tensor of the parameter's shape; a complex number is stored as two of this dtype."""
+
+    dtype: torch.dtype
+    draws: bool = False
+
+    @property
+    def loses_bits(self) -> bool:
+        return self.dtype.itemsize < 4
+
+    def planes(self, name: str) -> tuple[Plane, ...]:
+        return (Plane(name, self.dtype),)
+
+    def load(self, x: Any) -> Any:
+        return x
+
+    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+        # rounded here to what the dtype has: that it is rounded again, to nearest, changes nothing
+        return (_DRAWN[self.dtype](x, draw) if self.draws else x,)
+
+
+def _drawn_bfloat16(x, draw):
+    b = bits(x)
+    up = shifted_left(shifted_right(b + shifted_right(draw, 16), 16), 16)
+    return where(both(b, _MAGNITUDE) < _INFINITY, from_bits(up), x)
+
+
+def _drawn_float16(x, draw):
+    b = both(bits(x), _MAGNITUDE)
+    up = from_bits(shifted_left(shifted_right(b + shifted_right(draw, 19), 13), 13))
+    up = where(up >= 65536.0, float("inf"), up)
+    # below the smallest normal number all are multiples of 2**-24
+    fixed = from_bits(b) * 2.0**24
+    nearest = (fixed + 2.0**23) - 2.0**23
+    whole = where(nearest > fixed, nearest - 1.0, nearest)
+    whole = where(number(shifted_right(draw, 8)) * 2.0**-24 < fixed - whole, whole + 1.0, whole)
+    size = where(b < 0x38800000, whole * 2.0**-24, up)
+    return where(b < _INFINITY, where(x < 0, -size, size), x)
+
+
+_DRAWN = {torch.bfloat16: _drawn_bfloat16, torch.float16: _drawn_float16}
+# dtypes that can be rounded at random
+DRAWN = (*_DRAWN,)
+
+
+class Int8(NamedTuple):
+    """Codes of 8 bits for parts of a scale: the power of two above the largest number of a block.
+
+    Codes are about square roots, or fourth roots where no number is negative: small numbers keep some of their
+    precision. The roots are those of a float's bits, which are nearly a logarithm: halved, they are a root with
+    straight lines between powers of two, cheap and the same everywhere. Between two codes a hash of the number
+    decides, or random bits: rounded to nearest, what changes by less than half a code at a step would never
+    change. Where no number is negative, none is below 2**-32 of the scale: updates are divided by its root.
+    A block with a number in it that is not below 8e37 reads as NaN.
+    """
+
+    is_signed: bool
+    draws: bool = False
+
+    @property
+    def loses_bits(self) -> bool:
+        return True
+
+    @property
+    def _root(self) -> tuple[int, int]:
+        """How far bits are shifted to take a root, and what is added then to have 1 as 128 or 256 levels."""
+        shift, doublings = (1, 7) if self.is_signed else (2, 8)
+        return shift, (_ONE - (_ONE >> shift)) + (doublings << 23)
+
+    def planes(self, name: str) -> tuple[Plane, ...]:
+        codes = torch.int8 if self.is_signed else torch.uint8
+        # of a scale the exponent, as a float has it
+        return Plane(f"{name}_codes", codes), Plane(f"{name}_scales", torch.uint8, BLOCK)
+
+    def load(self, code: Any, exponent: Any) -> Any:
+        shift, levels = self._root
+        scale = from_bits(where(exponent < _NO_SCALE, shifted_left(exponent, 23), _NAN))
+        b = bits(number(code))
+        part = shifted_left(b, shift) - signed(levels << shift)
+        if not self.is_signed:
+            # of a new state, codes and scales are 0
+            return from_bits(part) * scale
+        return from_bits(either(maximum(part, 0), both(b, _SIGN))) * scale
+
+    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+        shift, levels = self._root
+        # the largest becomes the last level at most
+        exponent = shifted_right(block_largest(x) + (0x7FFFFF + 0x40000), 23)
+        # so large that no code stands for a subnormal number, also after a few steps
+        exponent = minimum(maximum(exponent, 20 if self.is_signed else 40), _NO_SCALE)
+        part = bits(abs(x) * from_bits(shifted_left(254 - exponent, 23)))
+        level = shifted_right(part, shift) + levels
+        # a number whose last bit is the 12th after the point; above the code it has bits that are not stored
+        magic, x_or_size = (3072.0, either(level, both(bits(x), _SIGN))) if self.is_signed else (2048.0, level)
+        fixed = bits(from_bits(x_or_size) + magic)
+        # something below 2**12, from the upper bits, which are the random ones of a hash
+        fixed = fixed + product_high(draw if self.draws else bits(x) * signed(0x9E3779B1), 4093)
+        if self.is_signed:
+            # what is below half a code becomes 0: it would grow too much
+            return where(level < _HALF, 0, shifted_right(fixed, 12)), exponent
+        return shifted_right(maximum(fixed, 0x45001000), 12), exponent
+
+
+class Split(NamedTuple):
+    """A float32 master in two parts: a bfloat16 parameter, and the rest that it was rounded by.
+
+    A parameter is the master rounded half away from zero, and together with a rest of 16 bits exactly the
+    master. For a rest of 8 bits the master is first rounded to 24, in the same way.
+    """
+
+    rest_bits: int
+
+    @property
+    def loses_bits(self) -> bool:
+        return self.rest_bits < 16
+
+    @property
+    def draws(self) -> bool:
+        return False
+
+    def planes(self, name: str) -> tuple[Plane, ...]:
+        rest = torch.int16 if self.rest_bits == 16 else torch.int8
+        return Plane(name, torch.bfloat16), Plane("master_rest", rest)
+
+    def load(self, x: Any, rest: Any) -> Any:
+        b = bits(x)
+        rest = rest if self.rest_bits == 16 else shifted_left(rest, 8)
+        # not below 0, though a zero may have been written from outside
+        size = maximum(both(b, _MAGNITUDE) + rest, 0)
+        return from_bits(either(size, both(b, _SIGN)))
+
+    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+        # to the NaN that GPUs make, all bits set, nothing can be added
+        b = minimum(bits(x), _NAN)
+        b = b if self.rest_bits == 16 else b + 0x80
+        top = both(b + 0x8000, signed(0xFFFF0000))
+        # of what is left the lowest bits are stored, which are those of the difference
+        return from_bits(top), b if self.rest_bits == 16 else shifted_right(b, 8)
+
+
+class Copied(NamedTuple):
+    """A float32 master beside a parameter of 16 bits, which is the master rounded to nearest."""
+
+    dtype: torch.dtype
+
+    @property
+    def loses_bits(self) -> bool:
+        return False
+
+    @property
+    def draws(self) -> bool:
+        return False
+
+    def planes(self, name: str) -> tuple[Plane, ...]:
+        return Plane(name, self.dtype), Plane("master", torch.float32)
+
+    def load(self, x: Any, master: Any) -> Any:
+        # a parameter that was written from outside counts
+        return where(rounded(master, str(self.dtype).removeprefix("torch.")) == x, master, x)
+
+    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+        return x, x
+
+
+def compute_dtype(planes: tuple[Plane, ...]) -> torch.dtype:
+    """What an update with slots stored so is computed in."""
+    return torch.float64 if any(plane.dtype == torch.float64 for plane in planes) else torch.float32

@@ -1,0 +1,116 @@
+"""States and masters of a parameter from one format to another, as checkpoints need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._algorithm.formats import Copied, Format, Plain, Split
+from .._algorithm.program import EMA, Rule
+from .._engines.foreach.placed import decode, encode
+from . import shards
+from .row import Update
+from .shards import local
+from .storage import found_format, found_master, param_format, plane_shape, state_format
+
+
+def state_names(rules: Iterable[Rule]) -> list[str]:
+    """All that rules keep, and averages."""
+    return [*dict.fromkeys([*(name for rule in rules for _, name in rule.states), EMA])]
+
+
+@torch.no_grad()
+def convert(p: Tensor, values: dict[str, Any], update: Update, owner: str) -> None:
+    """Have states of a parameter stored as they are asked for, in place."""
+    for name in state_names([update.rule]):
+        found = found_format(name, values, draws=False)
+        if found is not None:
+            wanted = state_format(p, update.rule, name, update.storage)
+            _replace(p, values, name, found, wanted)
+    _convert_master(p, values, param_format(p, update.storage, owner))
+
+
+@torch.no_grad()
+def expand(p: Tensor, values: dict[str, Any], names: Iterable[str]) -> None:
+    """Have states of a parameter in float32 at least, and a master as a tensor of its own, in place."""
+    for name in names:
+        found = found_format(name, values, draws=False)
+        if found is not None and found.loses_bits:
+            _replace(p, values, name, found, Plain(torch.float32))
+    if found_master(local(p), values) is not None:
+        _convert_master(p, values, Copied(local(p).dtype))
+
+
+def _tensors(stored: Format, name: str, values: dict[str, Any]) -> list[Tensor]:
+    return [local(values[plane.name]) for plane in stored.planes(name)]
+
+
+def _empty(stored: Format, name: str, p: Tensor) -> dict[str, Tensor]:
+    """Planes of a state for the part of a parameter that is here."""
+    part = local(p)
+    return {
+        plane.name: torch.empty(plane_shape(plane, p, part), dtype=plane.dtype, device=part.device)
+        for plane in stored.planes(name)
+    }
+
+
+def _whole(stored: Format, name: str, parts: dict[str, Tensor], p: Tensor) -> dict[str, Tensor]:
+    """These planes, distributed as the parameter is."""
+    shapes = {plane.name: plane_shape(plane, p, p) for plane in stored.planes(name) if plane.block > 1}
+    return {key: shards.like(part, p, shapes.get(key)) for key, part in parts.items()}
+
+
+def _replace(p: Tensor, values: dict[str, Any], name: str, found: Format, wanted: Format) -> None:
+    """Store a state as wanted instead of as it was found."""
+    before = found.planes(name)
+    if before == wanted.planes(name):
+        return
+    tensors = _tensors(found, name, values)
+    for plane in before:
+        del values[plane.name]
+    if isinstance(wanted, Plain):
+        numbers = tensors[0] if isinstance(found, Plain) else decode(found, tensors)
+        dtype = wanted.dtype.to_complex() if numbers.is_complex() else wanted.dtype
+        values[name] = shards.like(numbers.to(dtype), p)
+        return
+    numbers = tensors[0].float() if isinstance(found, Plain) else decode(found, tensors)
+    parts = _empty(wanted, name, p)
+    encode(wanted, numbers, [*parts.values()])
+    values.update(_whole(wanted, name, parts, p))
+
+
+def _convert_master(p: Tensor, values: dict[str, Any], wanted: Format) -> None:
+    part = local(p)
+    found = found_master(part, values)
+    if found == wanted:
+        return
+    master = None if found is None else _master(found, part, values)
+    values.pop("master", None)
+    values.pop("master_rest", None)
+    if master is None or isinstance(wanted, Plain):
+        # of the parameter itself, when it is stepped
+        return
+    if isinstance(wanted, Split):
+        values["master_rest"] = shards.like(_rest(wanted, part, master), p)
+    else:
+        values["master"] = shards.like(master, p)
+
+
+def _master(found: Format, part: Tensor, values: dict[str, Any]) -> Tensor:
+    if isinstance(found, Split):
+        return decode(found, [part, local(values["master_rest"])])
+    return local(values["master"]).to(torch.float32)
+
+
+def _rest(wanted: Split, part: Tensor, master: Tensor) -> Tensor:
+    """What a master is more than the parameter that is there."""
+    planes = wanted.planes("param")
+    rounded, rest = (torch.empty(part.shape, dtype=plane.dtype, device=part.device) for plane in planes)
+    encode(wanted, master, [rounded, rest])
+    # half way between two parameters, another rounding may have taken the other one
+    limits = torch.iinfo(rest.dtype)
+    is_above = (part.abs() < rounded.abs()) & (rest == limits.min)
+    return torch.where(is_above, limits.max, rest)

@@ -1,0 +1,150 @@
+"""How the states and the master of a parameter are stored: as asked for, or as they are already.
+
+What was asked for decides when a state is made or loaded. One that is there stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._algorithm.formats import BLOCK, DRAWN, Copied, Format, Int8, Plain, Plane, Split
+from .._algorithm.program import EMA, Rule
+from .._engines import is_plain
+from . import shards
+
+MASTERS = ("split", "split8", "float32")
+# tensors with fewer elements stay in float32 where 8 bits are asked for
+_SMALL = 4096
+
+
+class Storage(NamedTuple):
+    """What a user asked for: the dtype of all states or of some by name, a master, and how to round.
+
+    `is_groups_own` tells that it was asked for in a group: that holds for its small tensors, too.
+    """
+
+    state_dtype: Any = None
+    master: str | None = None
+    draws: bool = False
+    is_groups_own: bool = False
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        return dict(self.state_dtype).get(name) if isinstance(self.state_dtype, tuple) else self.state_dtype
+
+
+AS_PARAMETER = Storage()
+
+
+def real_dtype(t: Tensor) -> torch.dtype:
+    """The dtype of the real numbers in `t`."""
+    return t.dtype.to_real() if t.is_complex() else t.dtype
+
+
+def plain_format(t: Tensor) -> Plain:
+    return Plain(real_dtype(t))
+
+
+# as it is asked for
+
+
+def state_format(p: Tensor, rule: Rule, name: str, storage: Storage) -> Format:
+    """Of a state that is to be made for a parameter, which may be distributed."""
+    chosen = storage.dtype_of(name)
+    if name == EMA:
+        # sixteen bits would lose what a step adds to it
+        return Plain(torch.promote_types(real_dtype(p), torch.float32))
+    if chosen is None:
+        return _plain(real_dtype(p), storage.draws)
+    if chosen == torch.int8:
+        if why_not_int8(p, storage) is not None:
+            return Plain(torch.float32)
+        letters = {state: letter for letter, state in rule.states}
+        return Int8(letters[name] not in rule.nonnegative, storage.draws)
+    if p.is_complex() and chosen == torch.bfloat16:
+        raise ValueError("there is no complex bfloat16; use state_dtype=torch.float32 for complex parameters")
+    return _plain(chosen, storage.draws)
+
+
+def why_not_int8(p: Tensor, storage: Storage) -> str | None:
+    """Why states of a parameter are not stored in 8 bits though that was asked for; None if they are."""
+    if p.numel() < _SMALL and not storage.is_groups_own:
+        return f"fewer than {_SMALL} elements"
+    if not shards.has_whole_rows(p):
+        return "sharded otherwise than along dimension 0"
+    if shards.is_cut(p) and _row_length(p) % BLOCK:
+        return f"sharded, and its rows are not multiples of {BLOCK} elements"
+    if p.is_complex() or not is_plain(shards.local(p)) or real_dtype(p) == torch.float64:
+        return "not a plain tensor of real numbers of 32 or 16 bits"
+    return None
+
+
+def param_format(p: Tensor, storage: Storage, owner: str) -> Format:
+    """Of a parameter that has no master yet."""
+    dtype, master = real_dtype(p), storage.master
+    if master is None or dtype.itemsize > 2:
+        # one of 32 bits is its own master
+        return _plain(dtype, storage.draws)
+    if p.is_complex() or not is_plain(shards.local(p)):
+        raise RuntimeError(
+            f"{owner} cannot keep a master of a parameter that is a {type(p).__name__} of {p.dtype}; give it a "
+            "group with master=None"
+        )
+    if master == "float32":
+        return Copied(dtype)
+    if dtype != torch.bfloat16:
+        raise RuntimeError(
+            f"{owner} found a parameter of {dtype} and master={master!r}, which is for bfloat16; use "
+            'master="float32"'
+        )
+    return Split(16 if master == "split" else 8)
+
+
+def _plain(dtype: torch.dtype, draws: bool) -> Plain:
+    return Plain(dtype, draws and dtype in DRAWN)
+
+
+# as it is
+
+_RESTS = {torch.int16: 16, torch.int8: 8}
+
+
+def found_format(name: str, state: Mapping[str, Any], draws: bool) -> Format | None:
+    """Of a state that is there; None if it is not."""
+    if isinstance(state.get(name), Tensor):
+        return _plain(real_dtype(state[name]), draws and name != EMA)
+    for is_signed in (True, False):
+        codes = Int8(is_signed).planes(name)[0]
+        if isinstance(state.get(codes.name), Tensor) and state[codes.name].dtype == codes.dtype:
+            return Int8(is_signed, draws)
+    return None
+
+
+def found_master(p: Tensor, state: Mapping[str, Any]) -> Format | None:
+    """Of a parameter whose master is there; None if there is none."""
+    rest = state.get("master_rest")
+    if isinstance(rest, Tensor) and rest.dtype in _RESTS and p.dtype == torch.bfloat16:
+        return Split(_RESTS[rest.dtype])
+    return Copied(p.dtype) if isinstance(state.get("master"), Tensor) and p.dtype.itemsize == 2 else None
+
+
+# the tensors of a plane
+
+
+def _row_length(p: Tensor) -> int:
+    """Elements of a row of dimension 0."""
+    return p.numel() // p.shape[0] if p.dim() > 0 and p.shape[0] else 0
+
+
+def plane_shape(plane: Plane, whole: Tensor, part: Tensor) -> tuple[int, ...]:
+    """The shape of a plane of `part`, the part that is here of a `whole` parameter, or that is the whole."""
+    if plane.block == 1:
+        return (*part.shape,)
+    length = _row_length(whole)
+    # by rows, so that rows may go to other ranks
+    if length and length % plane.block == 0:
+        return part.shape[0], length // plane.block
+    return (-(-part.numel() // plane.block),)
