@@ -99,13 +99,15 @@ def philox(counter, key, rounds=7):
 
 
 def drawn(seed, position, slot, step, shape, first=0):
-    """The random word of every element of a tensor, whose first is `first` in the whole one."""
+    """The random word of every element of a tensor, whose first is `first` in the whole one.
+
+    An element has four words at a step, for four slots.
+    """
     index = np.arange(first, first + int(np.prod(shape)), dtype=np.uint64)
-    quarter = index >> np.uint64(2)
-    upper = (quarter >> np.uint64(32)) + np.uint64(slot << 16)
+    upper = (index >> 32) + np.uint64((slot // 4) << 18)
     everywhere = [np.full_like(index, number) for number in (step, position)]
-    words = philox((quarter, upper, *everywhere), (seed & 0xFFFFFFFF, seed >> 32))
-    return np.choose((index & np.uint64(3)).astype(int), words).astype(np.uint32).reshape(shape)
+    words = philox((index, upper, *everywhere), (seed & 0xFFFFFFFF, seed >> 32))
+    return words[slot % 4].astype(np.uint32).reshape(shape)
 
 
 def bfloat16_by(x, draws):

@@ -7,7 +7,7 @@ import torch
 import fusedstep
 from tests import formats
 from tests.cases import CASES, KINDS, by_name, name_of
-from tests.conftest import HAS_TRITON
+from tests.numerics import assert_alike
 from tests.pairs import copies, set_grads
 from tests.test_layouts import LAYOUTS
 
@@ -20,18 +20,6 @@ SIGNS = {"exp_avg": True, "exp_avg_sq": False}
 signs = pytest.mark.parametrize("name", SIGNS)
 # a whole number of blocks by row, by tensor, and neither; less than a block
 SHAPES = [(2, 64), (4, 48), (5, 30), (7,), ()]
-ENGINES = ["torch", "triton"] if HAS_TRITON else ["torch"]
-both_engines = pytest.mark.parametrize(
-    ("engine", "device"),
-    [("torch", "cpu"), ("triton", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)],
-)
-
-
-def available(engine, device="cpu"):
-    if engine == "triton" and not HAS_TRITON:
-        pytest.skip("there is no Triton for this platform")
-    if engine == "triton" and device == "cpu" and torch.cuda.is_available():
-        pytest.skip("compiled, the triton engine takes no CPU tensors")
 
 
 def made(case, start, engine=None, state_dtype="int8", **options):
@@ -75,7 +63,10 @@ def numbers(optimizer, name, key=0):
 def spread(size, name, decades=8, seed=0):
     """Numbers from far below their block's largest to that, and blocks of all sizes."""
     random = np.random.default_rng(seed)
-    x = 10.0 ** random.uniform(-decades, 0, size) * 10.0 ** random.uniform(-20, 20, -(-size // 64)).repeat(64)[:size]
+    x = (
+        10.0 ** random.uniform(-decades, 0, size)
+        * 10.0 ** random.uniform(-20, 20, -(-size // 64)).repeat(64)[:size]
+    )
     x[random.random(size) < 0.05] = 0
     return torch.from_numpy((x * random.choice([-1, 1], size) if SIGNS[name] else x).astype(np.float32))
 
@@ -109,7 +100,7 @@ def test_numbers_are_those_that_codes_stand_for(name):
 
 
 def test_an_error_is_at_most_the_distance_of_codes():
-    """1/64 of the root of scale and number if signed, 1/32 of the number where that is near the scale if not."""
+    """Signed, 1/64 of the root of number and scale; if not, 1/32 of the number where that is near its scale."""
     for name, signed in SIGNS.items():
         x = spread(64 * 2000, name)
         p, optimizer = stored(x, name)
@@ -143,17 +134,16 @@ def test_roundings_cancel_out():
     for name, signed in SIGNS.items():
         x = torch.rand(1_000_000, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
         x = torch.where(torch.arange(x.numel()) % 2 == 0, -x, x) if signed else x
-        p, optimizer = stored(x, name)
+        _, optimizer = stored(x, name)
         error = (numbers(optimizer, name) - x).double()
-        width = 1 / 64 if signed else 1 / 64
-        # codes that are rounded down at 3 parts of 4096 too often
-        assert abs(error.mean()) < width * (3 / 4096 + 3 * 0.5 / 1000)
+        # of 1/64, the distance of codes here; they are rounded down at 3 parts of 4096 too often
+        assert abs(error.mean()) < (3 / 4096 + 3 * 0.5 / 1000) / 64
 
 
 def test_a_second_moment_is_never_far_below_its_scale():
     x = torch.zeros(128)
     x[0] = 1.0
-    p, optimizer = stored(x, "exp_avg_sq")
+    _, optimizer = stored(x, "exp_avg_sq")
     found = numbers(optimizer, "exp_avg_sq")
     assert found[0] == pytest.approx(1.0, rel=1 / 32)
     assert (found[1:64] == 2.0**-31).all()
@@ -167,7 +157,7 @@ def test_a_second_moment_is_never_far_below_its_scale():
 def test_a_block_with_what_has_no_code_reads_as_nan(name, bad):
     x = torch.full((3, 64), 0.5)
     x[1, 7] = abs(bad) if not SIGNS[name] else bad
-    p, optimizer = stored(x, name)
+    _, optimizer = stored(x, name)
     found = numbers(optimizer, name)
     assert found[1].isnan().all()
     assert (found[[0, 2]] - 0.5).abs().max() < 1 / 64
@@ -176,57 +166,86 @@ def test_a_block_with_what_has_no_code_reads_as_nan(name, bad):
 # steps
 
 
-@pytest.mark.parametrize("engine", ["cpu", "torch"])
-@cases
-def test_a_step_is_that_of_float32_on_the_numbers_that_were_read(case, engine):
-    """What it leaves is coded: parameters have the same bits."""
-    start = [torch.randn(shape) for shape in SHAPES]
-    ours, optimizer = made(case, start, engine)
-    for i, step in enumerate(gradients(4)):
-        theirs, plain = made(case, [p.detach() for p in ours], engine, state_dtype=torch.float32)
+def follow(case, engine, shapes, grads, **options):
+    """Steps, each beside one of float32 from the numbers that are stored: what it leaves is coded."""
+    ours, optimizer = made(case, [torch.randn(shape) for shape in shapes], engine, **options)
+    for i, step in enumerate(grads):
+        theirs, plain = made(case, [p.detach() for p in ours], engine, state_dtype=torch.float32, **options)
         plain.unsaved_steps = {q: torch.tensor(float(i)) for q in theirs}
         plain.load_state_dict(optimizer.expanded_state_dict())
         run(optimizer, ours, [step])
         run(plain, theirs, [step])
         for p, q in zip(ours, theirs, strict=True):
-            assert torch.equal(p, q)
+            assert_alike(case, p.detach(), q.detach())
             for letter, name in case.rule.states:
                 codes, scales = of(optimizer, p, name)
                 expected = formats.encoded(plain.state[q][name].numpy(), letter not in case.rule.nonnegative)
                 assert (codes.numpy() == expected[0]).all()
                 assert (scales.numpy().reshape(-1) == expected[1]).all()
+        yield optimizer, plain, ours, theirs
 
 
-@both_engines
+@cases
+def test_a_step_is_that_of_float32_on_the_numbers_that_were_read(case, engine):
+    if engine == "triton" and case not in KINDS:
+        pytest.skip("the interpreter takes long")
+    shapes, steps = (SHAPES[2:4], 2) if engine == "triton" else (SHAPES, 4)
+    assert len([*follow(case, engine, shapes, gradients(steps, shapes))]) == steps
+
+
+# with which moments of short numbers have no roundings: not all engines multiply and add in one
+EXACT = {"betas": (0.5, 0.75), "b1": 0.5, "b2": 0.75, "momentum": 0.5, "weight_decay": 0.0}
+
+
 @kinds
-def test_engines_agree_by_bits(case, engine, device):
-    available(engine, device)
-    # norms are added up in another order
+def test_engines_agree_by_bits_of_codes(case, engine):
     case = case.unlimited()
-    shapes, steps = (SHAPES, 3) if device == "cuda" or engine == "torch" else (SHAPES[2:4], 2)
-    start, grads = [torch.randn(shape) for shape in shapes], gradients(steps, shapes)
-    ours, a = made(case, start, "cpu")
-    theirs, b = made(case, [t.to(device) for t in start], engine)
+    case = case.with_options(**{name: value for name, value in EXACT.items() if name in case.ours.arguments})
+    shapes = SHAPES[2:4]
+    start = [torch.randn(shape) for shape in shapes]
+    random = torch.Generator().manual_seed(0)
+    draw = lambda shape: torch.randint(-8, 9, shape, generator=random) * 2.0 ** torch.randint(0, 6, shape)
+    grads = [[draw(shape) for shape in shapes] for _ in range(2)]
+    (ours, a), (theirs, b) = (made(case, start, each) for each in ("cpu", engine))
     run(a, ours, grads)
     run(b, theirs, grads)
     for p, q in zip(ours, theirs, strict=True):
-        if case.sums:
-            torch.testing.assert_close(p, q.cpu(), rtol=1e-6, atol=1e-6)
-            continue
-        assert torch.equal(p, q.cpu())
-        assert all(torch.equal(value, b.state[q][name].cpu()) for name, value in a.state[p].items())
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(value, b.state[q][name]) for name, value in a.state[p].items())
+
+
+@pytest.mark.gpu
+@cases
+def test_the_gpu_gives_the_bits_of_the_cpu_but_for_the_order_of_sums(case):
+    start, grads = [torch.randn(shape) for shape in (*SHAPES, (300, 100))], gradients(4, (*SHAPES, (300, 100)))
+    ours, a = made(case, start, "cpu")
+    theirs, b = made(case, [t.cuda() for t in start], "triton")
+    run(a, ours, grads)
+    run(b, theirs, grads)
+    for p, q in zip(ours, theirs, strict=True):
+        if not case.sums:
+            assert torch.equal(p, q.cpu())
+            assert all(torch.equal(value, b.state[q][name].cpu()) for name, value in a.state[p].items())
+        else:
+            # a sum that is another in its last bit has some numbers rounded the other way
+            torch.testing.assert_close(p, q.cpu(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @kinds
 def test_tensors_may_lie_anyhow(case, layout, engine):
-    if engine == "triton" and case.name not in ("adamw", "lamb"):
+    if engine == "triton" and (case.name != "adamw" or layout not in ("transposed", "sliced")):
         pytest.skip("the interpreter takes long")
     shape = (3, 4, 5, 2)
     param, grads = LAYOUTS[layout](shape), [LAYOUTS[layout](shape) for _ in range(2)]
-    p, q = torch.nn.Parameter(param), torch.nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))
+    p, q = (
+        torch.nn.Parameter(param),
+        torch.nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format)),
+    )
     assert p.stride() == param.stride()
-    optimizers = [case.ours([{"params": [t], "state_dtype": "int8"}], engine=engine, **case.options) for t in (p, q)]
+    optimizers = [
+        case.ours([{"params": [t], "state_dtype": "int8"}], engine=engine, **case.options) for t in (p, q)
+    ]
     for g in grads:
         p.grad, q.grad = g, g.clone(memory_format=torch.contiguous_format)
         for optimizer in optimizers:
@@ -238,11 +257,11 @@ def test_tensors_may_lie_anyhow(case, layout, engine):
         assert torch.equal(a[name], value), name
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (4, 16, 64), (128, 96), (4097,), (65, 63)], ids=str)
-def test_scales_have_a_row_for_each_of_the_parameter_if_blocks_fit(shape, engine):
+@pytest.mark.parametrize("shape", [(64, 64), (4, 16, 64), (128, 96), (4097,), (65, 65)], ids=str)
+def test_scales_have_a_row_for_each_of_the_parameter_if_blocks_fit(shape):
     p = torch.nn.Parameter(torch.randn(shape))
     p.grad = torch.randn(shape)
-    optimizer = fusedstep.AdamW([p], state_dtype="int8", engine=engine)
+    optimizer = fusedstep.AdamW([p], state_dtype="int8")
     optimizer.step()
     row = p.numel() // shape[0]
     expected = (shape[0], row // 64) if row % 64 == 0 else (-(-p.numel() // 64),)
@@ -253,16 +272,20 @@ def test_scales_have_a_row_for_each_of_the_parameter_if_blocks_fit(shape, engine
 
 
 def test_a_small_second_moment_beside_a_large_one_does_not_explode_an_update(engine):
-    """Every gradient is the same at all steps, so an update is a learning rate."""
+    """Every gradient is the same at all steps, so an update is a learning rate.
+
+    The two smallest codes of a first moment are a factor of 4 apart, those of a second 16: its root again 4.
+    """
     sizes = 10 ** torch.linspace(-9, 3, 63)
-    for place in range(0, 63, 21 if engine == "triton" else 3):
-        grad = torch.cat((torch.tensor([1e4]), sizes.roll(place)))
-        (p,), optimizer = made(by_name("adamw"), [torch.zeros(64)], engine, weight_decay=0, lr=1.0, eps=1e-12)
-        before = p.detach().clone()
-        for _ in range(3 if engine == "triton" else 40):
-            run(optimizer, [p], [[grad]])
-            assert (p - before).abs().max() < 4
-            before = p.detach().clone()
+    for largest in (1e3, 1e4, 1e9) if engine != "triton" else (1e4,):
+        grad = torch.cat((torch.tensor([largest]), sizes))
+        params, optimizer = made(by_name("adam"), [torch.zeros(64)], engine, lr=1.0, eps=1e-15)
+        before = torch.zeros(64)
+        for _ in range({"cpu": 300, "torch": 60, "triton": 3}[engine]):
+            run(optimizer, params, [[grad]])
+            after = params[0].detach().clone()
+            assert (after - before).abs().max() < 16
+            before = after
 
 
 def test_means_of_second_moments_are_kept_over_many_steps():
@@ -277,70 +300,3 @@ def test_means_of_second_moments_are_kept_over_many_steps():
     expected, found = b.state[theirs[0]]["exp_avg_sq"], numbers(a, "exp_avg_sq")
     assert found.mean() == pytest.approx(expected.mean().item(), rel=0.05)
     assert (ours[0] - theirs[0]).abs().mean() < 0.1 * theirs[0].abs().mean()
-
-
-# which tensors, which states
-
-
-def test_small_tensors_stay_in_float32(engine):
-    small, large = (torch.nn.Parameter(torch.ones(n)) for n in (4095, 4096))
-    asked = torch.nn.Parameter(torch.ones(3))
-    optimizer = fusedstep.AdamW([{"params": [small, large]}, {"params": [asked], "state_dtype": "int8"}], state_dtype="int8")
-    set_grads([small, large, asked], [torch.ones(4095), torch.ones(4096), torch.ones(3)])
-    optimizer.step()
-    assert {*optimizer.state[small]} == {"step", "exp_avg", "exp_avg_sq"}
-    assert optimizer.state[small]["exp_avg"].dtype == torch.float32
-    codes = {"step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"}
-    assert {*optimizer.state[large]} == {*optimizer.state[asked]} == codes
-
-
-@pytest.mark.parametrize("given", ["int8", "torch.int8", torch.int8])
-def test_a_dtype_may_be_given_by_its_name(given):
-    assert fusedstep.AdamW([torch.nn.Parameter(torch.ones(1))], state_dtype=given).state_dtype is torch.int8
-
-
-def test_states_may_have_dtypes_of_their_own(engine):
-    given = {"exp_avg": torch.bfloat16, "exp_avg_sq": "int8"}
-    params, optimizer = made(by_name("adam-amsgrad"), [torch.ones(70)], engine, given)
-    run(optimizer, params, gradients(2, [(70,)]))
-    found = {name: value.dtype for name, value in optimizer.state[params[0]].items()}
-    assert found == {
-        "step": torch.float32,
-        "exp_avg": torch.bfloat16,
-        "exp_avg_sq_codes": torch.uint8,
-        "exp_avg_sq_scales": torch.uint8,
-        # as the parameter
-        "max_exp_avg_sq": torch.float32,
-    }
-
-
-def test_what_was_understood_is_shown():
-    p = torch.nn.Parameter(torch.ones(1))
-    assert fusedstep.AdamW([p]).state_dtype is None
-    assert fusedstep.AdamW([p], state_dtype={"exp_avg": "int8"}).state_dtype == {"exp_avg": torch.int8}
-    optimizer = fusedstep.AdamW([{"params": [p], "state_dtype": "bfloat16"}])
-    assert optimizer.param_groups[0]["state_dtype"] is torch.bfloat16
-
-
-@pytest.mark.parametrize("given", [{"momentum": "int8"}, {"exp_avg": "int4"}, "int16", torch.uint8, 8, {"ema": "int8"}], ids=str)
-def test_what_is_no_state_dtype_is_refused(given):
-    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
-    with pytest.raises(ValueError, match="Invalid state_dtype"):
-        fusedstep.AdamW(params[:1], state_dtype=given)
-    optimizer = fusedstep.AdamW(params[:1])
-    with pytest.raises(ValueError, match="Invalid state_dtype"):
-        optimizer.add_param_group({"params": params[1:], "state_dtype": given})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_a_group_may_have_its_own_or_none(engine):
-    params = [torch.nn.Parameter(torch.ones(4096)) for _ in range(3)]
-    groups = [{"params": params[:1]}, {"params": params[1:2], "state_dtype": torch.float16}]
-    groups += [{"params": params[2:], "state_dtype": None}]
-    optimizer = fusedstep.SGD(groups, momentum=0.9, state_dtype="int8", engine=engine)
-    set_grads(params, [torch.ones(4096)] * 3)
-    optimizer.step()
-    names = [{name: t.dtype for name, t in optimizer.state[p].items()} for p in params]
-    assert names[0] == {"momentum_buffer_codes": torch.int8, "momentum_buffer_scales": torch.uint8}
-    assert names[1] == {"momentum_buffer": torch.float16}
-    assert names[2] == {"momentum_buffer": torch.float32}

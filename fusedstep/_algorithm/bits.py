@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from .code import Code, linear
-from .language import Value, operation, where
+from .language import Value, operation
 
 
 def bits(a):
@@ -74,7 +74,9 @@ def draw(slot: int):
 
 # where random bits come from, in the order in which engines hand these over: of the table, the row and the
 # element. `index` counts the elements of the whole tensor, row by row
-DRAW_INPUTS = ("seed_low", "seed_high", "position", "step", "index_low", "index_high", "slot")
+DRAW_INPUTS = ("seed_low", "seed_high", "position", "step", "index_low", "index_high")
+# slots that share a draw, each with a word of its own
+DRAWN_TOGETHER = 4
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 # the fewest that pass BigCrush: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011
@@ -98,17 +100,13 @@ def philox(counter: Any, key: Any) -> Any:
     return a, b, c, d
 
 
-def drawn(seed_low, seed_high, position, step, index_low, index_high, slot):
-    """One word of four that elements share: see `DRAW_INPUTS`."""
-    quarter = shifted_right(index_low, 2) + shifted_left(index_high, 30)
-    upper = shifted_right(index_high, 2) + shifted_left(slot, 16)
-    a, b, c, d = philox((quarter, upper, step, position), (seed_low, seed_high))
-    lane = both(index_low, 3)
-    return where(lane == 0, a, where(lane == 1, b, where(lane == 2, c, d)))
+def drawn(fours, seed_low, seed_high, position, step, index_low, index_high):
+    """A word for each of four slots, of which `fours` are before them: see `DRAW_INPUTS`."""
+    return philox((index_low, index_high + (fours << 18), step, position), (seed_low, seed_high))
 
 
 @functools.cache
-def draw_code() -> Code:
+def draw_code(fours: int) -> Code:
     """`drawn` as instructions on its inputs, in their order."""
     inputs = [operation("input", i) for i in range(len(DRAW_INPUTS))]
     places = {value: i for i, value in enumerate(inputs)}
@@ -116,4 +114,4 @@ def draw_code() -> Code:
     def leaf(value: Value) -> Any:
         return ("input", places[value]) if value in places else None
 
-    return linear([drawn(*inputs)], leaf, rank=lambda at: at[1])
+    return linear(drawn(fours, *inputs), leaf, rank=lambda at: at[1])

@@ -78,6 +78,20 @@ _SHARDED: list[Row] = [
     ("AdamW", {"sharded": True, "max_grad_norm": 1.0}, ("fusedstep.AdamW",)),
     ("Lamb", {"sharded": True}, ("fusedstep.Lamb",)),
 ]
+# how states, masters and roundings are stored
+_STORED: list[Row] = [
+    ("AdamW", {"state_dtype": "int8", "master": "split8"}, ("fusedstep.AdamW",)),
+    ("AdamW", {"state_dtype": "int8", "master": "split"}, ()),
+    ("AdamW", {"state_dtype": "int8"}, ()),
+    ("AdamW", {"state_dtype": "int8", "master": "split8", "max_grad_norm": 1.0}, ()),
+    ("AdamW", {"state_dtype": "float32", "master": "split"}, ()),
+    ("AdamW", {"state_dtype": "float32", "master": "float32"}, ()),
+    ("AdamW", {"master": "split"}, ()),
+    ("AdamW", {"rounding": "stochastic"}, ()),
+    ("AdamW", {"state_dtype": "int8", "rounding": "stochastic"}, ()),
+    ("SGD", {"momentum": 0.9, "state_dtype": "int8", "master": "split8"}, ()),
+    ("Lamb", {"state_dtype": "int8", "master": "split8"}, ()),
+]
 # of parameter and gradient, and of the states
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
@@ -100,6 +114,9 @@ GPU += [
     for model in ("bert-large", "400 x 1024")
     for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED, *_ALONG, *_SHARDED)
 ]
+GPU += [Work(model, o, k, "bf16", p) for model in ("bert-large", "llama-1b") for o, k, p in _STORED]
+CPU += [Work("bert-base", o, k, "bf16", p) for o, k, p in _STORED]
+CPU += [Work("bert-base", "AdamW", {"state_dtype": "int8"}, "fp32", ("fusedstep.AdamW",))]
 # what is timed otherwise, and chosen by its name
 _OTHERS: dict[str, Any] = {"host": host, "cold": cold}
 
@@ -209,7 +226,7 @@ def _step(name: str, work: Work, device: str, **options: Any) -> Callable[[], An
         lists = params, [p.grad for p in params], *([torch.zeros_like(p) for p in params] for _ in range(2))
         return functools.partial(functional.adamw_, *lists, step=torch.ones(1, device=device))
     groups = [{"params": [p]} for p in params] if work.model.endswith("groups") else params
-    optimizer = _class(name)(groups, lr=1e-3, **_known(name, work.options), **options)
+    optimizer = _class(name)(groups, lr=1e-3, **{**options, **_known(name, work.options)})
     _set_scale(optimizer, work.options)
     return _whole(optimizer, params, work.options) if "scaler" in work.options else optimizer.step
 
@@ -277,41 +294,49 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
     return p
 
 
+# options that change what is lost, and not what is computed
+_HOW_STORED = ("state_dtype", "master", "rounding")
+
+
 def check(work: Work, device: str) -> None:
     """No time is reported for a wrong result: three steps must agree with those in float64."""
     if work.optimizer not in fusedstep.__all__:
         return  # timed beside the class that is checked
     of_param, of_state = DTYPES[work.dtype]
     generator = torch.Generator(device).manual_seed(1)
-    ours = [_parameter(shape, of_param, generator) for shape in ((3000,), (33, 7))]
+    ours = [_parameter(shape, of_param, generator) for shape in ((3000,), (33, 7), (70, 100))]
     parts = [*map(sharded, ours)] if "sharded" in work.options else ours
     exact = [torch.nn.Parameter(p.detach().double()) for p in ours]
     for p, q in zip(ours, exact, strict=True):
         p.grad += p.grad.sign()  # or the squares of gradients would vanish in fp16
         q.grad = p.grad.double()
     options = {"lr": 1e-3, **_known(f"fusedstep.{work.optimizer}", work.options)}
-    optimizers = [getattr(fusedstep, work.optimizer)(parts, state_dtype=of_state, **options)]
+    optimizers = [getattr(fusedstep, work.optimizer)(parts, **{"state_dtype": of_state, **options})]
     _set_scale(optimizers[0], work.options)
+    options = {name: value for name, value in options.items() if name not in _HOW_STORED}
     if hasattr(torch.optim, work.optimizer) and _known(f"torch.optim.{work.optimizer}", options) == options:
         optimizers.append(getattr(torch.optim, work.optimizer)(exact, **options))
     else:  # torch has no such thing: the same in plain tensor operations
         optimizers.append(getattr(fusedstep, work.optimizer)(exact, engine="torch", **options))
     for optimizer in optimizers * 3:
         optimizer.step()
+    # with 8 bits, a thirtieth of what three steps change
+    slack = 1e-4 if work.options.get("state_dtype") == "int8" else 0.0
     for p, q in zip(ours, exact, strict=True):
         error = float((p.detach() - q.detach()).abs().max())
-        if not error <= 4 * torch.finfo(of_param).eps * float(q.detach().abs().max()):
+        if not error <= slack + 4 * torch.finfo(of_param).eps * float(q.detach().abs().max()):
             raise RuntimeError(f"{work} is off by {error} and is not timed; please report this")
 
 
-def bytes_per_parameter(work: Work) -> int:
+def bytes_per_parameter(work: Work) -> float:
     """What an update must move: in every sweep of its program, what it loads and what it stores."""
     of_param, of_state = DTYPES[work.dtype]
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
-    p = torch.nn.Parameter(torch.ones(1, dtype=of_param))
+    # large enough for 8 bits
+    p = torch.nn.Parameter(torch.ones(64, 64, dtype=of_param))
     p.grad = torch.ones_like(p)
     options = {"lr": 1e-3, "engine": "torch", **_known(f"fusedstep.{name}", work.options)}
-    optimizer = getattr(fusedstep, name)([p], state_dtype=of_state, **options)
+    optimizer = getattr(fusedstep, name)([p], **{"state_dtype": of_state, **options})
     _set_scale(optimizer, work.options)
     optimizer.step()
     (bucket,) = optimizer._plan.tables[0].buckets

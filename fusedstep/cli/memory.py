@@ -178,7 +178,7 @@ def parameters_of(model: str, dtype: torch.dtype) -> Named:
         ]
     made = _made_by(_factory(model))
     if not isinstance(made, nn.Module):
-        message = f"{model} returned a {type(made).__name__}; name a function that returns a torch.nn.Module"
+        message = f"{model} returned {type(made).__name__}; name a function that returns a torch.nn.Module"
         raise typer.BadParameter(message, param_hint="--model")
     found = [(name, _without_memory(p, dtype)) for name, p in made.named_parameters()]
     if not found:
@@ -315,12 +315,12 @@ def _allocated(p: nn.Parameter, device: str) -> nn.Parameter:
 
 
 def table(title: str, rows: list[Row], elements: int, device: str) -> Table:
-    view = Table(title=title, caption="bytes a parameter, with its gradient", caption_justify="left")
+    view = Table(title=title, caption=f"bytes a parameter, on {device}", caption_justify="left")
     names = [f"{name}=" for name in Setting._fields]
     columns = [*names, "parameter", "gradient", "master", "states", "total", "GB in all", "a step adds"]
     shows = any(row.measured is not None for row in rows)
-    for column in columns + [f"measured, {device}", "peak", "to predicted"] * shows:
-        view.add_column(column, justify="left" if column in names else "right")
+    for column in columns + ["measured", "peak", "off by"] * shows:
+        view.add_column(column, justify="left" if column in names else "right", no_wrap=column in names)
     for setting, expected, found in rows:
         parts = [*expected[:-1], expected.at_rest]
         cells = [f"{part / elements:.3f}" for part in parts]

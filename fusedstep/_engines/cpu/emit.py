@@ -18,7 +18,7 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from ..._algorithm.bits import draw_code
+from ..._algorithm.bits import DRAWN_TOGETHER, draw_code
 from ..._algorithm.code import Instruction
 from ..._algorithm.formats import Plane
 
@@ -101,6 +101,7 @@ class Emitter:
     def __init__(self, builder: ir.IRBuilder, kind: ir.Type, rounds_power: bool = False) -> None:
         self.builder, self.kind, self.element = builder, kind, _element(kind)
         self._rounds_power = rounds_power
+        self._drawn: dict[int, list[ir.Value]] = {}
 
     def run(
         self,
@@ -172,8 +173,12 @@ class Emitter:
         return _widened(b, _narrowed(b, value, dtype), dtype, kind)
 
     def _draw(self, slot: int, place: Place) -> ir.Value:
-        code = draw_code()
-        return self.run(code.code, [*place.draw_inputs, I32(slot)])[int(code.numbers[0])]
+        fours, word = divmod(slot, DRAWN_TOGETHER)
+        if fours not in self._drawn:
+            code = draw_code(fours)
+            values = self.run(code.code, [*place.draw_inputs])
+            self._drawn[fours] = [values[int(number)] for number in code.numbers]
+        return self._drawn[fours][word]
 
     def _alike(self, args: list[Any], like: ir.Type | None = None) -> list[ir.Value]:
         """Numbers of one type: conditions as 0 or 1, constants as what they stand beside, one for all lanes."""

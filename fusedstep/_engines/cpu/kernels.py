@@ -201,7 +201,7 @@ def _emit_chunk(
 def _draw_inputs(
     b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, lanes: int, count: ir.Type
 ) -> tuple[ir.Value, ...]:
-    """Of the elements of row `t` from `i` on, but for the slot: see `bits.DRAW_INPUTS`."""
+    """Of the elements of row `t` from `i` on: see `bits.DRAW_INPUTS`."""
     seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
     numbers = ir.Constant(emit.wide(I64, lanes), [*range(lanes)])
     index = b.add(emit.fill(b, b.add(first, i), lanes), numbers)

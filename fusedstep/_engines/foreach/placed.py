@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._algorithm.bits import draw_code
+from ..._algorithm.bits import DRAWN_TOGETHER, draw_code
 from ..._algorithm.code import Code, linear
 from ..._algorithm.formats import BLOCK, Format, Plane
 from ..._algorithm.language import plane
@@ -28,6 +28,8 @@ class Draws(NamedTuple):
     seed: int
     position: int
     step: Tensor
+    # words of the piece that was drawn for
+    drawn: dict[int, list[Tensor]]
 
 
 class Piece(NamedTuple):
@@ -55,13 +57,16 @@ class Piece(NamedTuple):
 
     def _draw(self, slot: int) -> Tensor:
         assert self.draws is not None
-        device = self.tensors[0].device
-        index = torch.arange(self.first, self.first + -(-self.numel // BLOCK) * BLOCK, device=device)
-        known = (self.draws.seed, self.draws.seed >> 32, self.draws.position)
-        seed_low, seed_high, position = (_whole(number, device) for number in known)
-        step, index = self.draws.step.to(torch.int32), index.view(-1, BLOCK)
-        halves = index.to(torch.int32), (index >> 32).to(torch.int32)
-        return evaluated(draw_code(), [seed_low, seed_high, position, step, *halves, _whole(slot, device)])[0]
+        fours, word = divmod(slot, DRAWN_TOGETHER)
+        if fours not in self.draws.drawn:
+            device = self.tensors[0].device
+            index = torch.arange(self.first, self.first + -(-self.numel // BLOCK) * BLOCK, device=device)
+            known = (self.draws.seed, self.draws.seed >> 32, self.draws.position)
+            step, index = self.draws.step.to(torch.int32), index.view(-1, BLOCK)
+            inputs = [*(_whole(number, device) for number in known), step]
+            inputs += [index.to(torch.int32), (index >> 32).to(torch.int32)]
+            self.draws.drawn[fours] = evaluated(draw_code(fours), inputs)
+        return self.draws.drawn[fours][word]
 
     def load(self, place: int, stored: Plane, dtype: torch.dtype) -> Tensor:
         """A plane as a matrix, in the type computed in."""
@@ -94,7 +99,7 @@ def pieces(table: Any, bucket: Any, limit: int) -> Iterator[tuple[int, Piece]]:
         row = bucket.first_row + i
         cells = table.host_cells[row]
         seed, position, first = (int(cells[column]) for column in (SEED, POSITION, FIRST_INDEX))
-        draws = Draws(seed, position, table.steps[row]) if program.draws else None
+        draws = Draws(seed, position, table.steps[row], {}) if program.draws else None
         tensors = [column[at] for column in columns]
         whole = Piece(tensors, tensors[0].numel(), first, draws)
         yield from ((row, piece) for piece in _cut(whole, program.planes, limit))
@@ -110,7 +115,8 @@ def _cut(whole: Piece, planes: Sequence[Plane], limit: int) -> Iterator[Piece]:
         for t, stored in zip(whole.tensors, planes, strict=True)
     ]
     for k, tensors in enumerate(zip(*flat, strict=True)):
-        yield whole._replace(tensors=[*tensors], numel=tensors[0].numel(), first=whole.first + k * length)
+        draws = None if whole.draws is None else whole.draws._replace(drawn={})
+        yield Piece([*tensors], tensors[0].numel(), whole.first + k * length, draws)
 
 
 def run(resolved: Resolved, piece: Piece, program: Program, skip: Tensor | None, clears: bool) -> list[Tensor]:

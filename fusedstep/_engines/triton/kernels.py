@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..._algorithm.bits import ROUNDS
+from ..._algorithm.bits import DRAWN_TOGETHER, ROUNDS
 from .. import (
     CLIP_ID,
     FIRST_INDEX,
@@ -49,6 +49,16 @@ def _part(nested, *places):
     for place in places:
         nested = nested[place]
     return nested
+
+
+@triton.constexpr_function
+def _fours(slot):
+    return slot // DRAWN_TOGETHER
+
+
+@triton.constexpr_function
+def _word(slot):
+    return slot % DRAWN_TOGETHER
 
 
 @triton.jit(
@@ -203,44 +213,17 @@ def _offsets(start, SIZE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexp
 
 
 @triton.jit
-def _words(row, step, start, SLOT: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr):
-    """Random bits of every element of a tile: `bits.drawn`."""
-    seed, position = tl.load(row + _SEED), tl.load(row + _POSITION).to(tl.uint32)
-    first = start + tl.load(row + _FIRST_INDEX)
-    if first % 4 == 0:
-        words = _words_of_fours(seed, first, step, position, SLOT, SIZE, SHARE)
-    else:
-        words = _words_of_each(seed, _elements(first, SIZE, SHARE), step, position, SLOT)
-    return words.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _words_of_fours(seed, first, step, position, SLOT: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr):
-    a, b, c, d = _philox(seed, _quarters(first, SIZE, SHARE), step, position, SLOT)
-    # of every four elements the first and third, the second and fourth
-    words = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(words, [SIZE] if SHARE == 1 else [SIZE // SHARE, SHARE])
-
-
-@triton.jit
-def _words_of_each(seed, i, step, position, SLOT: tl.constexpr):
-    a, b, c, d = _philox(seed, i // 4, step, position, SLOT)
-    return tl.where(i % 4 < 2, tl.where(i % 4 == 0, a, b), tl.where(i % 4 == 2, c, d))
-
-
-@triton.jit
-def _quarters(first, SIZE: tl.constexpr, SHARE: tl.constexpr):
-    if SHARE == 1:
-        return first // 4 + tl.arange(0, SIZE // 4)
-    else:
-        rows = tl.arange(0, SIZE // SHARE)[:, None] * (SHARE // 4)
-        return first // 4 + rows + tl.arange(0, SHARE // 4)[None, :]
-
-
-@triton.jit
-def _philox(seed, quarter, step, position, SLOT: tl.constexpr):
-    low, high = quarter.to(tl.uint32), (quarter >> 32).to(tl.uint32) + (SLOT << 16)
-    return tl.philox(seed, low, high, step + low * 0, position + low * 0, _ROUNDS)
+def _words(row, step, o, DRAWS: tl.constexpr):
+    """Random bits of every element for these slots: `bits.drawn`."""
+    seed, position, i = tl.load(row + _SEED), tl.load(row + _POSITION), o + tl.load(row + _FIRST_INDEX)
+    low, high = i.to(tl.uint32), (i >> 32).to(tl.uint32)
+    step, position = step + low * 0, position.to(tl.uint32) + low * 0
+    words = ()
+    for k in tl.static_range(len(DRAWS)):
+        # one draw for four slots: the compiler sees that it is the same
+        four = tl.philox(seed, low, high + (_fours(DRAWS[k]) << 18), step, position, _ROUNDS)
+        words = words + (four[_word(DRAWS[k])].to(tl.int32, bitcast=True),)
+    return words
 
 
 @triton.jit
@@ -282,8 +265,8 @@ def _tiles(
             else:
                 x = x + (loaded[tile * LOADS + k].to(COMPUTE),)
         words = ()
-        for k in tl.static_range(len(DRAWS)):
-            words = words + (_words(row, step, start + tile * BLOCK, DRAWS[k], BLOCK, SHARE),)
+        if len(DRAWS) > 0:
+            words = _words(row, step, _elements(start + tile * BLOCK, BLOCK, SHARE), DRAWS)
         mask = None if numel is None else _elements(start + tile * BLOCK, BLOCK, SHARE) < numel
         x = RULE(mask, words, *(x + s))
         for k in tl.static_range(STORES):

@@ -1,0 +1,210 @@
+"""What `fusedstep memory` predicts is what is there, on every device that can be asked; what it refuses."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fusedstep
+from fusedstep.cli import memory
+from fusedstep.cli.__main__ import app
+from fusedstep.cli.memory import OPTIMIZERS, Setting, measured, parameters_of, predicted, settings_for
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+SMALL = Setting("int8", "split8")
+
+
+def make_model():
+    """Matrices whose rows are blocks and are not, one with a last block that is not full, and small tensors."""
+    return nn.Sequential(nn.Linear(128, 96), nn.LayerNorm(96), nn.Linear(96, 67), nn.Linear(67, 71))
+
+
+def make_by_looking():
+    """What cannot be made without memory."""
+    model = make_model()
+    assert model[0].weight.abs().max().item() > 0
+    return model
+
+
+def make_frozen():
+    model = make_model()
+    model[0].requires_grad_(False)
+    return model
+
+
+def make_channels_last():
+    return nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)
+
+
+def make_a_number():
+    return 1
+
+
+def make_complex():
+    model = make_model()
+    model.phase = nn.Parameter(torch.ones(64, 64, dtype=torch.complex64))
+    return model
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["memory", *args])
+
+
+def both(name, setting, dtype, factory=make_model, **options):
+    """Predicted, and measured on a CPU."""
+    named = parameters_of(f"{__name__}:{factory.__name__}", dtype)
+
+    def make(*args, **more):
+        return OPTIMIZERS[name](*args, **options, **more)
+
+    return predicted(make([p for _, p in named], **setting._asdict())), measured(named, make, setting, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        *(("AdamW", {}, dtype) for dtype in DTYPES),
+        ("AdamW", {"amsgrad": True, "ema_decay": 0.9}, torch.bfloat16),
+        ("SGD", {}, torch.bfloat16),
+        ("SGD", {"momentum": 0.9, "rounding": "stochastic"}, torch.bfloat16),
+        ("BertAdam", {}, torch.float32),
+        ("Lamb", {}, torch.float16),
+    ],
+    ids=str,
+)
+def test_what_is_predicted_is_there_after_a_step(name, options, dtype):
+    settings = settings_for(lambda *a, **k: OPTIMIZERS[name](*a, **options, **k), dtype)
+    for setting in settings:
+        expected, found = both(name, setting, dtype, **options)
+        assert expected.at_rest == found.at_rest, setting
+        assert expected.stand_ins == 0
+
+
+def test_settings_are_those_that_make_a_difference():
+    of = {dtype: settings_for(fusedstep.AdamW, dtype) for dtype in DTYPES}
+    masters = {dtype: [*dict.fromkeys(s.master for s in of[dtype])] for dtype in DTYPES}
+    assert masters == {
+        torch.bfloat16: [None, "split", "split8", "float32"],
+        torch.float32: [None],
+        torch.float16: [None, "float32"],
+    }
+    states = {dtype: [*dict.fromkeys(s.state_dtype for s in of[dtype])] for dtype in DTYPES}
+    assert states == {
+        torch.bfloat16: [None, "float32", "int8"],
+        torch.float32: [None, "bfloat16", "int8"],
+        torch.float16: [None, "float32", "bfloat16", "int8"],
+    }
+    assert settings_for(fusedstep.SGD, torch.float32) == [Setting()]
+
+
+@pytest.mark.parametrize("setting", [Setting(), SMALL], ids=str)
+def test_a_frozen_parameter_takes_itself_alone(setting):
+    expected, found = both("AdamW", setting, torch.bfloat16, make_frozen)
+    assert expected.at_rest == found.at_rest
+    frozen = sum(p.numel() for p in make_frozen()[0].parameters())
+    assert expected.parameter - expected.gradient == 2 * frozen
+
+
+@pytest.mark.parametrize(("setting", "sizes"), [(Setting(), 0), (SMALL, 4)], ids=str)
+def test_blocks_of_tensors_that_do_not_lie_row_by_row_take_stand_ins(setting, sizes):
+    expected, found = both("AdamW", setting, torch.bfloat16, make_channels_last)
+    assert expected.at_rest == found.at_rest
+    assert expected.stand_ins == sizes * make_channels_last().weight.numel()
+
+
+@pytest.mark.parametrize("factory", [make_model, make_by_looking])
+def test_a_model_is_known_without_memory_where_that_can_be(factory):
+    named = parameters_of(f"{__name__}:{factory.__name__}", torch.float16)
+    assert [name for name, _ in named] == [name for name, _ in make_model().named_parameters()]
+    assert {(p.device.type, p.dtype) for _, p in named} == {("meta", torch.float16)}
+
+
+def test_eight_bits_and_a_split_master_take_seven_bytes():
+    named = parameters_of("llama-1b", torch.bfloat16)
+    expected = predicted(fusedstep.AdamW([p for _, p in named], **SMALL._asdict()))
+    assert 7 < expected.at_rest / sum(p.numel() for _, p in named) <= 7.2
+
+
+def test_it_shows_all_settings_and_names_what_stays_float32(tmp_path):
+    path = tmp_path / "memory.json"
+    done = run("--model", f"{__name__}:make_model", "--measure", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    assert "fewer than 4096 elements" in done.output
+    found = json.loads(path.read_text())
+    assert found["elements"] == sum(p.numel() for p in make_model().parameters())
+    settings = {Setting(each["state_dtype"], each["master"]): each for each in found["settings"]}
+    assert len(settings) == 12
+    if not torch.cuda.is_available():
+        each = settings[SMALL]
+        assert each["measured"] == {"at_rest": each["predicted"]["at_rest"], "peak": None, "deviation": 0}
+    (kept,) = found["float32"]
+    small = {name: p.numel() for name, p in make_model().named_parameters() if p.numel() < 4096}
+    assert kept["names"] == [*small]
+    assert (kept["elements"], kept["share"]) == (sum(small.values()), sum(small.values()) / found["elements"])
+
+
+def test_a_model_by_its_shapes_names_shapes():
+    done = run("--model", "bert-base", "--optimizer", "SGD", "--option", "momentum=0.9")
+    assert done.exit_code == 0, done.output
+    assert "x (768,)" in done.output
+    assert "SGD(momentum=0.9)" in done.output
+
+
+def test_a_rule_without_states_keeps_none_in_float32():
+    done = run("--model", "bert-base", "--optimizer", "SGD")
+    assert done.exit_code == 0, done.output
+    assert "stay float32" not in done.output
+
+
+def test_a_setting_that_a_parameter_refuses_says_why_and_others_are_shown(tmp_path):
+    path = tmp_path / "memory.json"
+    done = run("--model", f"{__name__}:make_complex", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    shown = json.loads(path.read_text())
+    assert [each["state_dtype"] for each in shown["settings"] if each["master"] is None] == [
+        None,
+        "float32",
+        "int8",
+    ]
+    assert "not a plain tensor of real numbers" in str(shown["float32"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--model", "nothing"), "found 'nothing'; use one of bert-base"),
+        (("--model", "nothing:make"), "nothing:make cannot be found"),
+        (("--model", f"{__name__}:make_nothing"), "has no attribute 'make_nothing'"),
+        (("--model", f"{__name__}:make_a_number"), "returned int; name a function"),
+        (("--optimizer", "Adagrad"), "found 'Adagrad'; use one of SGD"),
+        (("--dtype", "float64"), "found 'float64'; use one of bfloat16"),
+        (("--option", "momentum=0.9"), "momentum"),
+        (("--option", "lr"), "found 'lr'; use name=value"),
+        (("--option", "master=split"), "which cannot be given"),
+        (("--option", "lr=-1"), "Invalid learning rate: -1"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_refused_with_what_is(args, message):
+    done = run(*args)
+    assert done.exit_code == 2
+    # in a box, which breaks lines
+    words = " ".join(done.output.replace("│", " ").split())
+    assert message in words
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_what_is_predicted_at_its_peak():
+    shapes = [(1024, 768), (768,), (768, 1024), (1024,)] * 64
+    named = [(str(s), nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device="meta"))) for s in shapes]
+    elements = sum(p.numel() for _, p in named)
+    assert elements > 1e8
+    # what is compiled and kept for good is there before
+    measured(named[:4], fusedstep.AdamW, SMALL, "cuda")
+    found = measured(named, fusedstep.AdamW, SMALL, "cuda")
+    expected = predicted(fusedstep.AdamW([p for _, p in named], **SMALL._asdict()))
+    assert abs(found.peak / expected.at_rest - 1) < 0.03
+    assert found.peak / elements <= 7.2
+    assert memory._deviation(expected, found) < 0.03
