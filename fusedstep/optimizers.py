@@ -13,8 +13,15 @@ Arguments that every class takes beyond its own:
     ema_decay      keep a moving average of the parameters, state `ema`, in float32 at least, from what they are
                    before the first step with it; `ema_parameters()` shows it
     statistics     sum up what `statistics()` then tells: norms of gradients, parameters, updates, and more
-    state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters; None: the
-                   parameter's. It holds through save and load, whatever the checkpoint was saved with
+    state_dtype    dtype of the states, for example torch.float32 under bfloat16 parameters, or "int8" for a
+                   quarter of the memory; or a mapping of these by the names of states. None: the parameter's.
+                   It holds through save and load, whatever the checkpoint was saved with. A group may have
+                   its own; where it has none, 8 bits are for tensors of 4,096 elements or more
+    master         how what a parameter of 16 bits was rounded from is kept: "split", bfloat16 parameters and
+                   a rest of 16 bits; "split8", a rest of 8 bits; "float32", a copy; None: not at all. A
+                   group may have its own
+    rounding       "nearest", or "stochastic" for parameters of 16 bits without a master and narrow states
+    seed           of the random bits for that; the same on all ranks
     engine         "torch", "cpu" or "triton" to insist on one; None: the best one for each parameter
 
 Those that torch.optim has also take what they take there:

@@ -165,7 +165,7 @@ class Int8(NamedTuple):
         magic, x_or_size = (3072.0, either(level, both(bits(x), _SIGN))) if self.is_signed else (2048.0, level)
         fixed = bits(from_bits(x_or_size) + magic)
         # something below 2**12, from the upper bits, which are the random ones of a hash
-        fixed = fixed + product_high(draw if self.draws else bits(x) * signed(0x9E3779B1), 4093)
+        fixed = fixed + shifted_right(draw if self.draws else bits(x) * signed(0x9E3779B1), 20)
         if self.is_signed:
             # what is below half a code becomes 0: it would grow too much
             return where(level < _HALF, 0, shifted_right(fixed, 12)), exponent

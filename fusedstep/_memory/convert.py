@@ -96,13 +96,21 @@ def _convert_master(p: Tensor, values: dict[str, Any], wanted: Format) -> None:
     if isinstance(wanted, Split):
         values["master_rest"] = shards.like(_rest(wanted, part, master), p)
     else:
-        values["master"] = shards.like(master, p)
+        values["master"] = shards.like(_beside(master, part), p)
 
 
 def _master(found: Format, part: Tensor, values: dict[str, Any]) -> Tensor:
     if isinstance(found, Split):
         return decode(found, [part, local(values["master_rest"])])
     return local(values["master"]).to(torch.float32)
+
+
+def _beside(master: Tensor, part: Tensor) -> Tensor:
+    """A master for the parameter that is there: half way between two, a split one was rounded away from zero, and
+    a unit in the last place has it rounded there to nearest, too.
+    """
+    away = torch.nextafter(master, part.float())
+    return torch.where((master.to(part.dtype) != part) & (away.to(part.dtype) == part), away, master)
 
 
 def _rest(wanted: Split, part: Tensor, master: Tensor) -> Tensor:

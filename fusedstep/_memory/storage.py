@@ -61,7 +61,7 @@ def state_format(p: Tensor, rule: Rule, name: str, storage: Storage) -> Format:
         return _plain(real_dtype(p), storage.draws)
     if chosen == torch.int8:
         if why_not_int8(p, storage) is not None:
-            return Plain(torch.float32)
+            return Plain(torch.promote_types(real_dtype(p), torch.float32))
         letters = {state: letter for letter, state in rule.states}
         return Int8(letters[name] not in rule.nonnegative, storage.draws)
     if p.is_complex() and chosen == torch.bfloat16:

@@ -396,8 +396,10 @@ class Optimizer(Declaration, torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles from before there were masters have none
-        super().__setstate__({"master": None, "rounding": "nearest", "seed": 0, **state})
+        super().__setstate__(state)
+        for name in ("master", "rounding", "seed"):
+            # pickles from before there were masters have none
+            vars(self).setdefault(name, self.arguments[name].default)
         if "state_dtype" in vars(self):
             self.state_dtype = vars(self).pop("state_dtype")
         if isinstance(self.norm_group, UnpicklableGroup):
@@ -428,9 +430,8 @@ class Optimizer(Declaration, torch.optim.Optimizer):
         >>> optimizer = fusedstep.AdamW([p], state_dtype="int8", master="split")
         >>> p.grad = torch.ones_like(p)
         >>> optimizer.step()
-        >>> {name: str(t.dtype) for name, t in optimizer.state_dict()["state"][0].items() if name != "step"}
-        {'master_rest': 'torch.int16', 'exp_avg_codes': 'torch.int8', 'exp_avg_scales': 'torch.float32', \
-'exp_avg_sq_codes': 'torch.uint8', 'exp_avg_sq_scales': 'torch.float32'}
+        >>> [name for name in optimizer.state_dict()["state"][0] if name != "step"]
+        ['master_rest', 'exp_avg_codes', 'exp_avg_scales', 'exp_avg_sq_codes', 'exp_avg_sq_scales']
         >>> [name for name in optimizer.expanded_state_dict()["state"][0] if name != "step"]
         ['exp_avg', 'exp_avg_sq', 'master']
         """

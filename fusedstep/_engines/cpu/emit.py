@@ -1,4 +1,4 @@
-"""Programs as LLVM: every operation on sixteen numbers at once, on a block of 64, or on one.
+"""Programs as LLVM: every operation on sixteen numbers at once, or on one.
 
 LLVM lowers a vector to whatever the processor has, so no vectoriser has to recognise a loop.
 `load` and `store` are the one place where the cpu engine knows how values are stored: they widen to the type
@@ -37,8 +37,8 @@ _SHIFTS = {"shift_left": "shl", "shift_right": "lshr"}
 _LIBRARY = {"power": "pow", "cos": "cos", "exp": "exp", "log": "log", "tanh": "tanh"}
 
 
-def wide(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
-    return ir.VectorType(element, lanes)
+def wide(element: ir.Type) -> ir.VectorType:
+    return ir.VectorType(element, LANES)
 
 
 def _element(kind: ir.Type) -> ir.Type:
@@ -47,18 +47,18 @@ def _element(kind: ir.Type) -> ir.Type:
 
 def _of(element: ir.Type, like: ir.Type) -> ir.Type:
     """The type with these elements, and as many as `like` has."""
-    return wide(element, like.count) if isinstance(like, ir.VectorType) else element
+    return wide(element) if isinstance(like, ir.VectorType) else element
 
 
 def constant(kind: ir.Type, number: float) -> ir.Value:
     one = int(number) if isinstance(_element(kind), ir.IntType) else number
-    return ir.Constant(kind, [one] * kind.count if isinstance(kind, ir.VectorType) else one)
+    return ir.Constant(kind, [one] * LANES if isinstance(kind, ir.VectorType) else one)
 
 
-def fill(builder: ir.IRBuilder, value: ir.Value, lanes: int = LANES) -> ir.Value:
+def fill(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """A vector with `value` in every lane."""
-    one = builder.insert_element(ir.Constant(wide(value.type, lanes), ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(wide(I32, lanes), [0] * lanes))
+    one = builder.insert_element(ir.Constant(wide(value.type), ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(wide(I32), [0] * LANES))
 
 
 def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
@@ -74,7 +74,7 @@ def _suffix(kind: ir.Type) -> str:
         if isinstance(element, ir.IntType)
         else {"float": "f32", "double": "f64"}[str(element)]
     )
-    return f"v{kind.count}{name}" if isinstance(kind, ir.VectorType) else name
+    return f"v{LANES}{name}" if isinstance(kind, ir.VectorType) else name
 
 
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, sign: str = ">") -> ir.Value:
@@ -112,10 +112,12 @@ class Emitter:
         """`values`, then the results of `code` on them."""
         values = [*values]
         for op, args in code:
-            values.append(
-                self._emit(op, [arg if isinstance(arg, float) else values[arg] for arg in args], place)
-            )
+            values.append(self.emit(op, args, values, place))
         return values
+
+    def emit(self, op: str, args: Sequence[int | float], values: list[Any], place: Place) -> ir.Value:
+        """The result of one instruction on these values."""
+        return self._emit(op, [arg if isinstance(arg, float) else values[arg] for arg in args], place)
 
     def constant(self, number: float) -> ir.Value:
         return constant(self.kind, number)
@@ -148,10 +150,10 @@ class Emitter:
             return call_intrinsic(b, f"llvm.{_INTRINSICS[op]}.{_suffix(args[0].type)}", args[0].type, args)
         if op in _LIBRARY:
             return self._library(op, args)
-        return self._stored_word(op, args, place)
+        return self._stored_word(op, args)
 
-    def _stored_word(self, op: str, args: list[ir.Value], place: Place) -> ir.Value:
-        """The words of formats."""
+    def _stored_word(self, op: str, args: list[ir.Value]) -> ir.Value:
+        """The words of formats, but for what a whole block is needed for."""
         b, value, kind = self.builder, args[0], args[0].type
         if op == "bits":
             return b.bitcast(_resized(b, value, F32), _of(I32, kind))
@@ -163,12 +165,6 @@ class Emitter:
             long = [b.zext(arg, _of(I64, kind)) for arg in args]
             product = b.lshr(b.mul(*long), constant(_of(I64, kind), 32))
             return b.trunc(product, _of(I32, kind))
-        if op == "block_largest":
-            whole = _of(I32, kind)
-            value = b.and_(b.bitcast(_resized(b, value, F32), whole), constant(whole, 0x7FFFFFFF))
-            # what lies beyond is no part of the block
-            value = value if place.mask is None else b.select(place.mask, value, ir.Constant(whole, None))
-            return call_intrinsic(b, f"llvm.vector.reduce.smax.{_suffix(whole)}", I32, [value])
         dtype = getattr(torch, op.removeprefix("round_"))
         return _widened(b, _narrowed(b, value, dtype), dtype, kind)
 
@@ -197,7 +193,7 @@ class Emitter:
 
     def _filled(self, value: ir.Value, kind: ir.Type) -> ir.Value:
         is_one = isinstance(kind, ir.VectorType) and not isinstance(value.type, ir.VectorType)
-        return fill(self.builder, value, kind.count) if is_one else value
+        return fill(self.builder, value) if is_one else value
 
     def _truth(self, value: ir.Value) -> ir.Value:
         is_truth = _element(value.type) == I1
@@ -216,7 +212,7 @@ class Emitter:
                 result = self.builder.fpext(self.builder.fptrunc(result, F32), F64)
             return result
         result = ir.Constant(kind, ir.Undefined)
-        for lane in map(I32, range(kind.count)):
+        for lane in map(I32, range(LANES)):
             one = self._call_library(op, [self.builder.extract_element(arg, lane) for arg in args])
             result = self.builder.insert_element(result, one, lane)
         return result
@@ -246,31 +242,42 @@ _STORED = {
 _SHORT = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16"}
 # llvmlite has no bfloat type, but its text has: one instruction where the processor has it, instead of eight
 _ROUNDS_TO_BFLOAT = llvm.get_host_cpu_features().get("avx512bf16", False)
-_TO_BFLOAT = "fusedstep_to_bfloat_"
+_TO_BFLOAT = "fusedstep_to_bfloat"
 _TO_BFLOAT_TEXT = f"""
-define internal <COUNT x i16> @"{_TO_BFLOAT}COUNT"(<COUNT x float> %x) alwaysinline {{
-  %narrow = fptrunc <COUNT x float> %x to <COUNT x bfloat>
-  %bits = bitcast <COUNT x bfloat> %narrow to <COUNT x i16>
-  ret <COUNT x i16> %bits
+define internal <{LANES} x i16> @"{_TO_BFLOAT}"(<{LANES} x float> %x) alwaysinline {{
+  %narrow = fptrunc <{LANES} x float> %x to <{LANES} x bfloat>
+  %bits = bitcast <{LANES} x bfloat> %narrow to <{LANES} x i16>
+  ret <{LANES} x i16> %bits
 }}
 """
 
 
-def lanes_below(builder: ir.IRBuilder, count: ir.Value, lanes: int) -> ir.Value:
+def block_largest(builder: ir.IRBuilder, vectors: Sequence[ir.Value], masks: Sequence[Any]) -> ir.Value:
+    """The bits of the largest number in vectors that are a block, without its sign; NaN is above all."""
+    whole, largest = wide(I32), constant(wide(I32), 0)
+    for value, mask in zip(vectors, masks, strict=True):
+        size = builder.and_(builder.bitcast(_resized(builder, value, F32), whole), constant(whole, 0x7FFFFFFF))
+        # what lies beyond is no part of the block
+        size = size if mask is None else builder.select(mask, size, constant(whole, 0))
+        largest = larger(builder, largest, size)
+    return call_intrinsic(builder, f"llvm.vector.reduce.smax.{_suffix(whole)}", I32, [largest])
+
+
+def below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Lanes below `count`."""
-    numbers = ir.Constant(wide(I32, lanes), [*range(lanes)])
-    return builder.icmp_signed("<", numbers, fill(builder, builder.trunc(count, I32), lanes))
+    numbers = ir.Constant(wide(I32), [*range(LANES)])
+    return builder.icmp_signed("<", numbers, fill(builder, builder.trunc(count, I32)))
 
 
 def load(
     builder: ir.IRBuilder, address: ir.Value, index: ir.Value, plane: Plane, to: ir.VectorType, place: Place
 ) -> ir.Value:
-    """As many elements from `index` on as `to` has, or those of the mask; one, if they share it."""
+    """Sixteen elements from `index` on, or those of the mask; one, if they share it."""
     stored, size = plane.dtype, plane.dtype.itemsize
     if plane.block > 1:
-        one = builder.load(_place(builder, address, builder.sdiv(index, I64(plane.block)), _STORED[stored]))
+        one = builder.load(_place(builder, address, builder.udiv(index, I64(plane.block)), _STORED[stored]))
         return _widened(builder, one, stored, to.element)
-    kind = wide(_STORED[stored], to.count)
+    kind = wide(_STORED[stored])
     at = builder.bitcast(_place(builder, address, index, _STORED[stored]), kind.as_pointer())
     if place.mask is None:
         value = builder.load(at, align=size)
@@ -286,7 +293,7 @@ def store(
     stored, size = plane.dtype, plane.dtype.itemsize
     value = _narrowed(builder, value, stored)
     if plane.block > 1:
-        builder.store(value, _place(builder, address, builder.sdiv(index, I64(plane.block)), _STORED[stored]))
+        builder.store(value, _place(builder, address, builder.udiv(index, I64(plane.block)), _STORED[stored]))
         return
     at = builder.bitcast(_place(builder, address, index, _STORED[stored]), value.type.as_pointer())
     if place.mask is None:
@@ -297,7 +304,7 @@ def store(
 
 
 def _stored_suffix(kind: ir.VectorType, stored: torch.dtype) -> str:
-    return f"v{kind.count}{_SHORT[stored]}" if stored in _SHORT else _suffix(kind)
+    return f"v{LANES}{_SHORT[stored]}" if stored in _SHORT else _suffix(kind)
 
 
 def _place(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stored: ir.Type) -> ir.Value:
@@ -336,10 +343,9 @@ def _narrowed(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir
     if stored != torch.bfloat16:
         return value
     if _ROUNDS_TO_BFLOAT:
-        name = f"{_TO_BFLOAT}{kind.count}"
-        function = builder.module.globals.get(name)
+        function = builder.module.globals.get(_TO_BFLOAT)
         if function is None:
-            function = ir.Function(builder.module, ir.FunctionType(_of(I16, kind), [kind]), name)
+            function = ir.Function(builder.module, ir.FunctionType(_of(I16, kind), [kind]), _TO_BFLOAT)
         return builder.call(function, [value])
     whole = _of(I32, kind)
     bits = builder.bitcast(value, whole)
@@ -355,7 +361,7 @@ def _narrowed(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir
 
 
 def added(builder: ir.IRBuilder, kind: str, total: ir.Value, value: ir.Value, mask: Any) -> ir.Value:
-    """A running sum, or largest, of several parts with `value`, or those lanes of `mask`, taken in."""
+    """A running sum, or largest, of sixteen parts with `value`, or those lanes of `mask`, taken in."""
     if mask is not None:  # what lies beyond may be NaN
         value = builder.select(mask, value, ir.Constant(value.type, None))
     value = _resized(builder, value, F64)
@@ -363,12 +369,12 @@ def added(builder: ir.IRBuilder, kind: str, total: ir.Value, value: ir.Value, ma
 
 
 def folded(builder: ir.IRBuilder, kind: str, parts: ir.Value) -> ir.Value:
-    """The parts as one, in order."""
+    """The sixteen parts as one, in order."""
     if kind == "sum":
         name = f"llvm.vector.reduce.fadd.{_suffix(parts.type)}"
         return call_intrinsic(builder, name, F64, [F64(0.0), parts])
     total = builder.extract_element(parts, I32(0))
-    for lane in range(1, parts.type.count):
+    for lane in range(1, LANES):
         total = larger(builder, total, builder.extract_element(parts, I32(lane)))
     return total
 
@@ -432,9 +438,9 @@ class Compiled:
 
     def __init__(self, builder: ir.IRBuilder, result: Any, arguments: Sequence[Any]) -> None:
         name, text = builder.function.name, str(builder.module)
-        for line in [line for line in text.splitlines() if line.startswith("declare") and _TO_BFLOAT in line]:
-            count = line.partition("<")[2].partition(" ")[0]
-            text = text.replace(line, _TO_BFLOAT_TEXT.replace("COUNT", count))
+        if _TO_BFLOAT in text:
+            declaration = next(line for line in text.splitlines() if "declare" in line and _TO_BFLOAT in line)
+            text = text.replace(declaration, _TO_BFLOAT_TEXT)
         module = llvm.parse_assembly(text)
         module.verify()
         passes = llvm.create_pass_builder(_target(), llvm.create_pipeline_tuning_options(speed_level=3))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -158,9 +158,6 @@ def _emit_chunk(
     exact: torch.dtype,
 ) -> None:
     compute = FLOATS[compute_dtype(planes)]
-    # a vector is a block, where elements share numbers
-    lanes = max(LANES, *(plane.block for plane in planes))
-    kind = emit.wide(compute, lanes)
     at = b.mul(chunk, I64(2))
     t, begin = job.load("places", I64, at), job.load("places", I64, b.add(at, I64(1)))
     numel, most = job.load("rows", I64, t, NUMEL), b.add(begin, I64(CHUNK))
@@ -173,41 +170,95 @@ def _emit_chunk(
         value = job.load("scalars", FLOATS[exact], t, column)
         if value.type != compute:
             value = (b.fptrunc if compute == emit.F32 else b.fpext)(value, compute)
-        scalars.append(emit.fill(b, value, lanes))
-    totals = [emit.variable(b, emit.wide(F64, lanes)) for _ in sweep.folds]
+        scalars.append(emit.fill(b, value))
+    totals = [emit.variable(b, emit.wide(F64)) for _ in sweep.folds]
     for total in totals:
-        b.store(ir.Constant(emit.wide(F64, lanes), None), total)
+        b.store(ir.Constant(emit.wide(F64), None), total)
     draws = any(op == "draw" for op, _ in sweep.code)
+    needs_block, first_result = _needs_block(sweep), len(sweep.loads) + len(sweep.columns)
 
-    def vector(i: ir.Value, mask: Any) -> None:
-        place = emit.Place(mask, _draw_inputs(b, job, t, i, lanes, FLOATS[steps]) if draws else ())
-        values = [emit.load(b, addresses[k], i, planes[k], kind, place) for k in sweep.loads]
-        values = Emitter(b, kind).run(sweep.code, values + scalars, place)
+    def sixteen(i: ir.Value, mask: Any) -> _Sixteen:
+        place = emit.Place(mask, _draw_inputs(b, job, t, i, FLOATS[steps]) if draws else ())
+        return _Sixteen(Emitter(b, emit.wide(compute)), [None] * (first_result + len(sweep.code)), i, place)
+
+    def run(part: _Sixteen, first: _Sixteen, after: bool) -> None:
+        """What is done before a whole block is known, or after; what its elements share once, in its `first`."""
+        for k, (op, args) in enumerate(sweep.code, first_result):
+            if needs_block[k] == after and op != "block_largest":
+                is_shared = part is not first and not isinstance(first.values[k].type, ir.VectorType)
+                own = first.values[k] if is_shared else None
+                part.values[k] = own or part.emitter.emit(op, args, part.values, part.place)
         for k, value in sweep.stores:
-            emit.store(b, addresses[k], i, planes[k], values[value], place)
-        for total, (value, way) in zip(totals, sweep.folds, strict=True):
-            b.store(emit.added(b, way, b.load(total), values[value], mask), total)
+            if needs_block[value] == after and (part is first or planes[k].block == 1):
+                emit.store(b, addresses[k], part.index, planes[k], part.values[value], part.place)
 
-    full = b.add(begin, b.and_(b.sub(end, begin), I64(-lanes)))
-    with emit.loop(b, begin, full, lanes) as i:
-        vector(i, None)
+    def load(part: _Sixteen, first: _Sixteen) -> None:
+        for at, k in enumerate(sweep.loads):
+            is_shared = part is not first and planes[k].block > 1
+            own = first.values[at] if is_shared else None
+            to = emit.wide(compute)
+            part.values[at] = own or emit.load(b, addresses[k], part.index, planes[k], to, part.place)
+        part.values[len(sweep.loads) : first_result] = scalars
+
+    def block(first: ir.Value, masks: list[Any]) -> None:
+        parts = [sixteen(b.add(first, I64(k * LANES)), mask) for k, mask in enumerate(masks)]
+        for part in parts:
+            load(part, parts[0])
+            run(part, parts[0], after=False)
+        for k, (op, args) in enumerate(sweep.code, first_result):
+            if op == "block_largest":
+                largest = emit.block_largest(b, [part.values[int(args[0])] for part in parts], masks)
+                for part in parts:
+                    part.values[k] = largest
+        for part in parts:
+            if any(needs_block):
+                run(part, parts[0], after=True)
+            for total, (value, way) in zip(totals, sweep.folds, strict=True):
+                added = emit.added(b, way, b.load(total), part.values[value], part.place.mask)
+                b.store(added, total)
+
+    # elements that are worked on together
+    size = max(LANES, *(plane.block for plane in planes))
+    full = b.add(begin, b.and_(b.sub(end, begin), I64(-size)))
+    with emit.loop(b, begin, full, size) as i:
+        block(i, [None] * (size // LANES))
     with b.if_then(b.icmp_signed("<", full, end)):
-        vector(full, emit.lanes_below(b, b.sub(end, full), lanes))
+        rest = b.sub(end, full)
+        block(full, [emit.below(b, b.sub(rest, I64(k))) for k in range(0, size, LANES)])
     for k, (total, (_, way)) in enumerate(zip(totals, sweep.folds, strict=True)):
         at = b.add(b.mul(chunk, I64(len(totals))), I64(k))
         b.store(emit.folded(b, way, b.load(total)), job.at("partials", F64, at))
 
 
+class _Sixteen(NamedTuple):
+    """Sixteen elements from an index on, and all values of a sweep for them."""
+
+    emitter: Emitter
+    values: list[Any]
+    index: ir.Value
+    place: emit.Place
+
+
+def _needs_block(sweep: Sweep) -> list[bool]:
+    """Of every value of a sweep, whether a whole block must be known before."""
+    found = [False] * (len(sweep.loads) + len(sweep.columns))
+    for op, args in sweep.code:
+        of_args = [found[arg] for arg in args if not isinstance(arg, float)]
+        assert op != "block_largest" or not any(of_args), "the largest of what needs a block itself"
+        found.append(op == "block_largest" or any(of_args))
+    return found
+
+
 def _draw_inputs(
-    b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, lanes: int, count: ir.Type
+    b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir.Type
 ) -> tuple[ir.Value, ...]:
     """Of the elements of row `t` from `i` on: see `bits.DRAW_INPUTS`."""
     seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
-    numbers = ir.Constant(emit.wide(I64, lanes), [*range(lanes)])
-    index = b.add(emit.fill(b, b.add(first, i), lanes), numbers)
+    numbers = ir.Constant(emit.wide(I64), [*range(LANES)])
+    index = b.add(emit.fill(b, b.add(first, i)), numbers)
 
     def halves(value: ir.Value) -> tuple[ir.Value, ir.Value]:
-        half = emit.wide(I32, lanes) if value.type != I64 else I32
+        half = emit.wide(I32) if value.type != I64 else I32
         return b.trunc(value, half), b.trunc(b.lshr(value, emit.constant(value.type, 32)), half)
 
     step = b.fptosi(job.load("steps", count, t), I32)
