@@ -7,8 +7,6 @@ import numpy as np
 import torch
 
 BLOCK = 64
-# random bits that a code is rounded by are a part of 2**12
-PARTS = 4093
 
 
 def _blocks(x):
@@ -53,7 +51,8 @@ def encoded(x, signed, draws=None):
     exponent = exponents(x, signed)
     level = levels(x, exponent, signed).reshape(-1)[: x.size].reshape(x.shape)
     words = _bits(x).astype(np.uint64) * 0x9E3779B1 % 2**32 if draws is None else draws.astype(np.uint64)
-    up = (words * PARTS >> np.uint64(32)).astype(np.float64)
+    # of a code, in parts of 2**12
+    up = (words >> np.uint64(20)).astype(np.float64)
     # np.round takes halves to even, as a float does
     fixed = np.round(np.where(np.signbit(x) & signed, -level, level) * 4096)
     code = np.floor((fixed + up) / 4096)

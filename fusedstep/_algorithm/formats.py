@@ -17,7 +17,6 @@ from .bits import (
     either,
     from_bits,
     number,
-    product_high,
     rounded,
     shifted_left,
     shifted_right,

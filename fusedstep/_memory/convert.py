@@ -106,8 +106,8 @@ def _master(found: Format, part: Tensor, values: dict[str, Any]) -> Tensor:
 
 
 def _beside(master: Tensor, part: Tensor) -> Tensor:
-    """A master for the parameter that is there: half way between two, a split one was rounded away from zero, and
-    a unit in the last place has it rounded there to nearest, too.
+    """A master for the parameter that is there: half way between two, a split one was rounded away from zero,
+    and a unit in the last place has it rounded there to nearest, too.
     """
     away = torch.nextafter(master, part.float())
     return torch.where((master.to(part.dtype) != part) & (away.to(part.dtype) == part), away, master)

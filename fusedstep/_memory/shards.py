@@ -110,8 +110,8 @@ def first_index(p: Any, owner: str) -> int:
     if len(cuts) != 1 or type(cuts[0]) is not Shard or cuts[0].dim != 0:
         raise RuntimeError(
             f"{owner} draws random bits by the place of an element in its tensor, and found a parameter "
-            f"{'that FSDP1 has flattened' if is_flat(p) else f'sharded as {placements}'}; use FSDP2, which shards "
-            'along dimension 0, or rounding="nearest"'
+            f"{'that FSDP1 has flattened' if is_flat(p) else f'sharded as {placements}'}; use FSDP2, which "
+            'shards along dimension 0, or rounding="nearest"'
         )
     mesh_dim = placements.index(cuts[0])
     ranks, rank = p.device_mesh.size(mesh_dim), p.device_mesh.get_local_rank(mesh_dim)

@@ -115,8 +115,8 @@ class Optimizer(Declaration, torch.optim.Optimizer):
             seed=self.seed,
         )
 
-    @property
-    def state_dtype(self) -> Any:  # type: ignore[misc]  # also the name of an argument
+    @property  # type: ignore[misc]  # also the name of an argument
+    def state_dtype(self) -> Any:
         """The dtype of states, or those of some by name, as understood; a group may have its own.
 
         >>> import torch, fusedstep

@@ -182,7 +182,7 @@ def _emit_chunk(
         return _Sixteen(Emitter(b, emit.wide(compute)), [None] * (first_result + len(sweep.code)), i, place)
 
     def run(part: _Sixteen, first: _Sixteen, after: bool) -> None:
-        """What is done before a whole block is known, or after; what its elements share once, in its `first`."""
+        """What is done before a whole block is known, or after; what is shared there once, in its `first`."""
         for k, (op, args) in enumerate(sweep.code, first_result):
             if needs_block[k] == after and op != "block_largest":
                 is_shared = part is not first and not isinstance(first.values[k].type, ir.VectorType)
@@ -249,9 +249,7 @@ def _needs_block(sweep: Sweep) -> list[bool]:
     return found
 
 
-def _draw_inputs(
-    b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir.Type
-) -> tuple[ir.Value, ...]:
+def _draw_inputs(b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir.Type) -> tuple[ir.Value, ...]:
     """Of the elements of row `t` from `i` on: see `bits.DRAW_INPUTS`."""
     seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
     numbers = ir.Constant(emit.wide(I64), [*range(LANES)])

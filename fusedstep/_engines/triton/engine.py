@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..._algorithm.formats import Plane
 from ..._algorithm.program import Program, Scalars
 from .. import Amp, chunk_starts, chunks, is_capturing
 from .kernels import INPUTS, fusedstep_prepare, fusedstep_reduce, fusedstep_sweep, probe
@@ -37,8 +38,15 @@ class _Shape(NamedTuple):
     registers: int | None = None
 
 
-# the best for every mix of dtypes on an H200: benchmarks/MEASURED.md
-_PLAIN_SHAPE, _SHARED_SHAPE = _Shape(256, 4, 2), _Shape(512, 2, 2, 72)
+def _shape(planes: Sequence[Plane]) -> _Shape:
+    """The best for such planes on an H200: benchmarks/MEASURED.md."""
+    if all(plane.block == 1 for plane in planes):
+        return _Shape(256, 4, 2)
+    # 8 bits are decoded by so many instructions that a few warps more count as much as what they spill
+    has_rest = any(plane.name == "master_rest" for plane in planes)
+    return _Shape(512, 2, 2, 68 if has_rest else 64)
+
+
 # tensors for which one program prepares scalars, and how many others it looks at together
 _ROWS, _OTHERS = 32, 256
 # chunks that a program adds up at once
@@ -68,7 +76,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 def chunk(program: Program) -> int:
-    """More where 8 bits are decoded: what comes before that is then a larger part of all."""
+    """More where 8 bits are decoded: fewer bytes to move, and as much to do before."""
     return 1024 if program.block == 1 else 4096
 
 
@@ -161,8 +169,7 @@ def _sweep(table: Any, k: int, run: Any, places: torch.Tensor, firsts: np.ndarra
         program, sweep = bucket.program, bucket.program.sweeps[k]
         planes, stores = program.planes, tuple(place for place, _ in sweep.stores)
         touched = [planes[place] for place in (*sweep.loads, *stores)]
-        share = max((plane.block for plane in touched), default=1)
-        shape = _PLAIN_SHAPE if share == 1 else _SHARED_SHAPE
+        share, shape = max((plane.block for plane in touched), default=1), _shape(touched)
         constants = {
             "RULE": sweep_function(sweep, program.name, planes),
             "LOADS": sweep.loads,
