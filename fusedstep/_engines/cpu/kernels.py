@@ -19,8 +19,10 @@ from llvmlite import ir
 from ..._algorithm.formats import Plane, compute_dtype
 from ..._algorithm.program import Scalars, Sweep
 from .. import CLIP_ID, FIRST_INDEX, FIRST_POINTER, GROUP, LIVE, NUMEL, POSITION, SEED
-from . import emit
-from .emit import F64, FLOATS, I32, I64, LANES, Compiled, Emitter
+from . import build
+from . import planes as stored
+from .build import F32, F64, FLOATS, I32, I64, LANES, Compiled
+from .emit import Emitter, added, folded
 
 # elements: a chunk fits the caches
 CHUNK = 1 << 16
@@ -79,16 +81,16 @@ def compile_prepare(
 
     Computed in float64, also where the tables are float32.
     """
-    b = emit.function("fusedstep_prepare", F64, [_POINTER, F64, F64])
+    b = build.function("fusedstep_prepare", F64, [_POINTER, F64, F64])
     job, (_, scale, found_inf) = _Job(b, PREPARE_JOB), b.function.args
     number, count_type = FLOATS[exact], FLOATS[steps]
-    skip = emit.variable(b, F64)
+    skip = build.variable(b, F64)
     b.store(F64(0.0), skip)
 
     def widened(value: ir.Value) -> ir.Value:
         return value if value.type == F64 else b.fpext(value, F64)
 
-    with emit.loop(b, job["first_row"], job["end_row"]) as t:
+    with build.loop(b, job["first_row"], job["end_row"]) as t:
         group, clip_id = (job.load("rows", I64, t, column) for column in (GROUP, CLIP_ID))
         count = job.load("steps", count_type, t)
         step = b.fadd(count, count_type(1.0)) if counts else count
@@ -131,7 +133,7 @@ def compile_prepare(
 @functools.cache
 def compile_sweep(sweep: Sweep, planes: tuple[Plane, ...], steps: torch.dtype, exact: torch.dtype) -> Compiled:
     """sweep(job), in which threads take ranges until none is left."""
-    b = emit.function("fusedstep_sweep", _VOID, [_POINTER])
+    b = build.function("fusedstep_sweep", _VOID, [_POINTER])
     job = _Job(b, JOB)
     again, turn, done = (b.function.append_basic_block(name) for name in ("again", "turn", "done"))
     b.branch(again)
@@ -140,7 +142,7 @@ def compile_sweep(sweep: Sweep, planes: tuple[Plane, ...], steps: torch.dtype, e
     b.cbranch(b.icmp_signed("<", taken, job["ranges"]), turn, done)
     b.position_at_end(turn)
     first, last = job.load("cuts", I64, taken), job.load("cuts", I64, b.add(taken, I64(1)))
-    with emit.loop(b, first, last) as chunk:
+    with build.loop(b, first, last) as chunk:
         _emit_chunk(b, job, chunk, sweep, planes, steps, exact)
     b.branch(again)
     b.position_at_end(done)
@@ -169,17 +171,17 @@ def _emit_chunk(
     for column in sweep.columns:
         value = job.load("scalars", FLOATS[exact], t, column)
         if value.type != compute:
-            value = (b.fptrunc if compute == emit.F32 else b.fpext)(value, compute)
-        scalars.append(emit.fill(b, value))
-    totals = [emit.variable(b, emit.wide(F64)) for _ in sweep.folds]
+            value = (b.fptrunc if compute == F32 else b.fpext)(value, compute)
+        scalars.append(build.fill(b, value))
+    totals = [build.variable(b, build.wide(F64)) for _ in sweep.folds]
     for total in totals:
-        b.store(ir.Constant(emit.wide(F64), None), total)
+        b.store(ir.Constant(build.wide(F64), None), total)
     draws = any(op == "draw" for op, _ in sweep.code)
     needs_block, first_result = _needs_block(sweep), len(sweep.loads) + len(sweep.columns)
 
     def sixteen(i: ir.Value, mask: Any) -> _Sixteen:
-        place = emit.Place(mask, _draw_inputs(b, job, t, i, FLOATS[steps]) if draws else ())
-        return _Sixteen(Emitter(b, emit.wide(compute)), [None] * (first_result + len(sweep.code)), i, place)
+        place = stored.Place(mask, _draw_inputs(b, job, t, i, FLOATS[steps]) if draws else ())
+        return _Sixteen(Emitter(b, build.wide(compute)), [None] * (first_result + len(sweep.code)), i, place)
 
     def run(part: _Sixteen, first: _Sixteen, after: bool) -> None:
         """What is done before a whole block is known, or after; what is shared there once, in its `first`."""
@@ -190,14 +192,14 @@ def _emit_chunk(
                 part.values[k] = own or part.emitter.emit(op, args, part.values, part.place)
         for k, value in sweep.stores:
             if needs_block[value] == after and (part is first or planes[k].block == 1):
-                emit.store(b, addresses[k], part.index, planes[k], part.values[value], part.place)
+                stored.store(b, addresses[k], part.index, planes[k], part.values[value], part.place)
 
     def load(part: _Sixteen, first: _Sixteen) -> None:
         for at, k in enumerate(sweep.loads):
             is_shared = part is not first and planes[k].block > 1
             own = first.values[at] if is_shared else None
-            to = emit.wide(compute)
-            part.values[at] = own or emit.load(b, addresses[k], part.index, planes[k], to, part.place)
+            to = build.wide(compute)
+            part.values[at] = own or stored.load(b, addresses[k], part.index, planes[k], to, part.place)
         part.values[len(sweep.loads) : first_result] = scalars
 
     def block(first: ir.Value, masks: list[Any]) -> None:
@@ -207,27 +209,27 @@ def _emit_chunk(
             run(part, parts[0], after=False)
         for k, (op, args) in enumerate(sweep.code, first_result):
             if op == "block_largest":
-                largest = emit.block_largest(b, [part.values[int(args[0])] for part in parts], masks)
+                largest = stored.block_largest(b, [part.values[int(args[0])] for part in parts], masks)
                 for part in parts:
                     part.values[k] = largest
         for part in parts:
             if any(needs_block):
                 run(part, parts[0], after=True)
             for total, (value, way) in zip(totals, sweep.folds, strict=True):
-                added = emit.added(b, way, b.load(total), part.values[value], part.place.mask)
-                b.store(added, total)
+                more = added(b, way, b.load(total), part.values[value], part.place.mask)
+                b.store(more, total)
 
     # elements that are worked on together
     size = max(LANES, *(plane.block for plane in planes))
     full = b.add(begin, b.and_(b.sub(end, begin), I64(-size)))
-    with emit.loop(b, begin, full, size) as i:
+    with build.loop(b, begin, full, size) as i:
         block(i, [None] * (size // LANES))
     with b.if_then(b.icmp_signed("<", full, end)):
         rest = b.sub(end, full)
-        block(full, [emit.below(b, b.sub(rest, I64(k))) for k in range(0, size, LANES)])
+        block(full, [stored.below(b, b.sub(rest, I64(k))) for k in range(0, size, LANES)])
     for k, (total, (_, way)) in enumerate(zip(totals, sweep.folds, strict=True)):
         at = b.add(b.mul(chunk, I64(len(totals))), I64(k))
-        b.store(emit.folded(b, way, b.load(total)), job.at("partials", F64, at))
+        b.store(folded(b, way, b.load(total)), job.at("partials", F64, at))
 
 
 class _Sixteen(NamedTuple):
@@ -236,7 +238,7 @@ class _Sixteen(NamedTuple):
     emitter: Emitter
     values: list[Any]
     index: ir.Value
-    place: emit.Place
+    place: stored.Place
 
 
 def _needs_block(sweep: Sweep) -> list[bool]:
@@ -252,12 +254,12 @@ def _needs_block(sweep: Sweep) -> list[bool]:
 def _draw_inputs(b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir.Type) -> tuple[ir.Value, ...]:
     """Of the elements of row `t` from `i` on: see `bits.DRAW_INPUTS`."""
     seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
-    numbers = ir.Constant(emit.wide(I64), [*range(LANES)])
-    index = b.add(emit.fill(b, b.add(first, i)), numbers)
+    numbers = ir.Constant(build.wide(I64), [*range(LANES)])
+    index = b.add(build.fill(b, b.add(first, i)), numbers)
 
     def halves(value: ir.Value) -> tuple[ir.Value, ir.Value]:
-        half = emit.wide(I32) if value.type != I64 else I32
-        return b.trunc(value, half), b.trunc(b.lshr(value, emit.constant(value.type, 32)), half)
+        half = build.wide(I32) if value.type != I64 else I32
+        return b.trunc(value, half), b.trunc(b.lshr(value, build.constant(value.type, 32)), half)
 
     step = b.fptosi(job.load("steps", count, t), I32)
     return *halves(seed), b.trunc(position, I32), step, *halves(index)
@@ -266,19 +268,19 @@ def _draw_inputs(b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir
 @functools.cache
 def compile_reduce(kinds: tuple[str, ...], exact: torch.dtype) -> Compiled:
     """reduce(partials, firsts, sums, count, width): chunks of a tensor one after the other."""
-    b = emit.function(
+    b = build.function(
         "fusedstep_reduce", _VOID, [F64.as_pointer(), _POINTER, FLOATS[exact].as_pointer(), I64, I64]
     )
     partials, firsts, sums, count, width = b.function.args
-    total = emit.variable(b, F64)
-    with emit.loop(b, I64(0), count) as t:
+    total = build.variable(b, F64)
+    with build.loop(b, I64(0), count) as t:
         first, last = b.load(b.gep(firsts, [t])), b.load(b.gep(firsts, [b.add(t, I64(1))]))
         for k, kind in enumerate(kinds):
             b.store(F64(0.0), total)
-            with emit.loop(b, first, last) as chunk:
+            with build.loop(b, first, last) as chunk:
                 part = b.load(b.gep(partials, [b.add(b.mul(chunk, I64(len(kinds))), I64(k))]))
                 so_far = b.load(total)
-                b.store(emit.larger(b, so_far, part) if kind == "max" else b.fadd(so_far, part), total)
+                b.store(build.larger(b, so_far, part) if kind == "max" else b.fadd(so_far, part), total)
             value = b.load(total)
             value = value if exact == torch.float64 else b.fptrunc(value, FLOATS[exact])
             b.store(value, b.gep(sums, [b.add(b.mul(width, I64(k)), t)]))

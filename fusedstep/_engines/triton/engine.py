@@ -20,8 +20,10 @@ import triton.language as tl
 from ..._algorithm.formats import Plane
 from ..._algorithm.program import Program, Scalars
 from .. import Amp, chunk_starts, chunks, is_capturing
-from .kernels import INPUTS, fusedstep_prepare, fusedstep_reduce, fusedstep_sweep, probe
+from .prepare import INPUTS, fusedstep_prepare
 from .source import draws_of, scalars_function, sweep_function
+from .sums import fusedstep_reduce
+from .sweep import fusedstep_sweep
 
 NAME = "triton"
 BY_ADDRESS = True
@@ -63,13 +65,18 @@ _TYPES = {
 }
 
 
+@triton.jit
+def _probe(x):
+    tl.store(x, 1)
+
+
 def unavailable(device_type: str) -> str | None:
     if _INTERPRET:
         return None
     if device_type == "cpu":
         return "Triton runs on CPU tensors only in its interpreter; set TRITON_INTERPRET=1 before importing it"
     try:
-        probe[(1,)](torch.zeros(1, dtype=torch.int32, device=device_type))
+        _probe[(1,)](torch.zeros(1, dtype=torch.int32, device=device_type))
     except Exception as error:  # no compiler, no driver, an unknown device: Triton has no common error
         return f"Triton cannot run a kernel there ({type(error).__name__}: {error})"
     return None

@@ -1,0 +1,87 @@
+"""Checkpoints, pickles and copies of optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._memory.shards import UnpicklableGroup
+from .checkpoint import expanded, loadable, unpack
+
+
+class Saving(torch.optim.Optimizer):
+    """What an optimizer of ours does when it is saved and loaded; the rest of it is in `optimizer.py`."""
+
+    _plan: Any
+    _capture: Any
+    _status: Any
+    _forget: Any
+    _refuse_averages: Any
+    norm_group: Any
+    arguments: Any
+    state_dtype: Any
+    unsaved_steps: Any
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._refuse_averages("load_state_dict")
+        if self._capture is not None:
+            self._capture.refuse("load_state_dict")
+        # after the user's hooks
+        handle, plan = self.register_load_state_dict_pre_hook(loadable), self._plan
+        if plan is not None:
+            plan.forget_states()
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        # it notices that states, counts and options are others
+        self._plan = plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
+        ours += ["unsaved_steps", "_unscales", "_is_flat", "master", "rounding", "seed"]
+        group = None if self.norm_group is None else UnpicklableGroup(self.norm_group)
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in ("master", "rounding", "seed"):
+            # pickles from before there were masters have none
+            vars(self).setdefault(name, self.arguments[name].default)
+        if "state_dtype" in vars(self):
+            self.state_dtype = vars(self).pop("state_dtype")
+        if isinstance(self.norm_group, UnpicklableGroup):
+            self.norm_group = self.norm_group.group
+        if "_unscales" not in vars(self):
+            # a pickle from before it was asked for: False stood for FSDP1's parameters
+            self._is_flat = self.__dict__.pop("_step_supports_amp_scaling", True) is False
+            fused = False if self._is_flat else self.defaults.get("fused")
+            self._unscales = None if fused is None else bool(fused)
+        self._status = getattr(self, "_status", None)
+        self._forget()
+        self.unsaved_steps = state.get("unsaved_steps", {})
+        if "differentiable" not in self.arguments:
+            # torch gives it to every optimizer; a group of ours would then not be what was loaded
+            self.defaults.pop("differentiable", None)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            group.update({name: a.default for name, a in self.arguments.items() if a.fixed})
+        unpack(self)
+
+    def expanded_state_dict(self) -> dict[str, Any]:
+        """A `state_dict()` in which all states are tensors of float32 at least, which torch.optim loads, and
+        masters are there by the name `master`.
+
+        >>> import torch, fusedstep
+        >>> p = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        >>> optimizer = fusedstep.AdamW([p], state_dtype="int8", master="split")
+        >>> p.grad = torch.ones_like(p)
+        >>> optimizer.step()
+        >>> [name for name in optimizer.state_dict()["state"][0] if name != "step"]
+        ['master_rest', 'exp_avg_codes', 'exp_avg_scales', 'exp_avg_sq_codes', 'exp_avg_sq_scales']
+        >>> [name for name in optimizer.expanded_state_dict()["state"][0] if name != "step"]
+        ['exp_avg', 'exp_avg_sq', 'master']
+        """
+        return expanded(self, self.state_dict())
