@@ -21,7 +21,9 @@ from tests.cases import KINDS, TORCH_CLASSES, by_name, name_of
 from tests.pairs import copies, same_bits, set_grads, whole
 from tests.test_masters import master
 
-kinds = pytest.mark.parametrize("case", KINDS, ids=name_of)
+# of what they keep all that there is: nothing, a momentum, two moments, three
+KEPT = ("sgd", "sgd-momentum", "adamw", "adam-amsgrad")
+kinds = pytest.mark.parametrize("case", [*map(by_name, KEPT)], ids=name_of)
 ADAMW = by_name("adamw")
 SHAPES = [(65, 64), (4, 1025), (70,), ()]
 # how an optimizer stores what it keeps
@@ -64,6 +66,13 @@ def assert_same(a, ours, b, theirs):
         assert same_bits(p.detach(), q.detach())
         assert a.state[p].keys() == b.state[q].keys()
         assert all(torch.equal(value, b.state[q][name]) for name, value in a.state[p].items())
+
+
+def assert_same_master(found, expected):
+    """But for those half way between two parameters: a unit in the last place has them rounded to theirs."""
+    difference = found.view(torch.int32) - expected.view(torch.int32)
+    is_half = expected.view(torch.int32) & 0xFFFF == 0x8000
+    assert (difference.abs() <= is_half.int()).all()
 
 
 def allows(case, setting):
@@ -169,7 +178,8 @@ def test_an_expanded_checkpoint_holds_plain_tensors_of_float32(case, setting):
             assert values[name].dtype == torch.float32
             assert values[name].shape == p.shape
         if kept:
-            assert same_bits(values["master"], master(optimizer, p))
+            assert_same_master(values["master"], master(optimizer, p))
+            assert same_bits(values["master"].bfloat16(), p.detach())
         for letter, name in case.rule.states:
             codes = optimizer.state[p].get(f"{name}_codes")
             if codes is not None:
@@ -224,7 +234,7 @@ def test_a_checkpoint_of_float32_is_loaded_and_comes_back(case, setting):
         kept = SETTINGS[setting].get("master")
         assert ("master" in back.get(i, {})) == (kept is not None)
         if kept in ("split", "float32"):
-            assert same_bits(back[i]["master"], p.detach())
+            assert_same_master(back[i]["master"], p.detach())
         elif kept is not None:
             # of a parameter that was rounded at once the rest may be the next best
             torch.testing.assert_close(back[i]["master"], p.detach(), rtol=2.0**-15, atol=0)
