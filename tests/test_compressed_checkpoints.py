@@ -352,12 +352,6 @@ def test_one_process_and_two_ranks_load_what_the_others_saved(two, setting, tmp_
     assert two.run(on_ranks, setting, range(0), tmp_path / "one") == [saved] * 2
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_one_process_loads_what_two_ranks_saved_of_rows_without_whole_blocks(two, tmp_path):
-    two.run(on_ranks, "int8", range(2), None, tmp_path, 130)
-    on_ranks("int8", range(2, 3), tmp_path, None, 130)
-
-
 def by_whole_tensors(setting):
     """As those do who save one file: gathered on all ranks, and given to all by the first."""
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -373,6 +367,7 @@ def by_whole_tensors(setting):
     return numbers(model, optimizer) == numbers(model, other)
 
 
-@ranked
+# no backend gathers whole numbers of 16 bits
+@pytest.mark.parametrize("setting", [s for s in RANKED if SETTINGS[s].get("master") != "split"])
 def test_whole_tensors_go_round(two, setting):
     assert two.run(by_whole_tensors, setting) == [True] * 2

@@ -19,6 +19,11 @@ def bits(a):
     return operation("bits", a)
 
 
+def number_bits(a):
+    """The same with NaN as one that something can be added to."""
+    return operation("number_bits", a)
+
+
 def from_bits(a):
     """The float32 that has these bits."""
     return operation("from_bits", a)

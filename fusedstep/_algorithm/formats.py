@@ -17,6 +17,7 @@ from .bits import (
     either,
     from_bits,
     number,
+    number_bits,
     rounded,
     shifted_left,
     shifted_right,
@@ -40,6 +41,8 @@ class Plane(NamedTuple):
     name: str
     dtype: torch.dtype
     block: int = 1
+    # whether what is stored is a number of the dtype already
+    is_exact: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -79,7 +82,7 @@ class Plain(NamedTuple):
         return self.dtype.itemsize < 4
 
     def planes(self, name: str) -> tuple[Plane, ...]:
-        return (Plane(name, self.dtype),)
+        return (Plane(name, self.dtype, is_exact=self.draws),)
 
     def load(self, x: Any) -> Any:
         return x
@@ -190,7 +193,7 @@ class Split(NamedTuple):
 
     def planes(self, name: str) -> tuple[Plane, ...]:
         rest = torch.int16 if self.rest_bits == 16 else torch.int8
-        return Plane(name, torch.bfloat16), Plane("master_rest", rest)
+        return Plane(name, torch.bfloat16, is_exact=True), Plane("master_rest", rest)
 
     def load(self, x: Any, rest: Any) -> Any:
         b = bits(x)
@@ -200,8 +203,7 @@ class Split(NamedTuple):
         return from_bits(either(size, both(b, _SIGN)))
 
     def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
-        # to the NaN that GPUs make, all bits set, nothing can be added
-        b = minimum(bits(x), _NAN)
+        b = number_bits(x)
         b = b if self.rest_bits == 16 else b + 0x80
         top = both(b + 0x8000, signed(0xFFFF0000))
         # of what is left the lowest bits are stored, which are those of the difference

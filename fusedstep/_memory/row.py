@@ -15,6 +15,7 @@ from .. import _engines
 from .._algorithm.formats import Format, Plane
 from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, compile_step
 from .._algorithm.step import GRAD, PARAM
+from .._engines.foreach.placed import decode
 from . import shards, watch
 from .layout import dense_strides, empty_like, laid_like, lies_like, row_strides
 from .shards import local
@@ -236,7 +237,12 @@ def make_row(
         saved = state.get(plane.name)
         if saved is not None:
             _check_state(saved, whole, plane, memory.names.get(whole))
-        tensor = _made(plane, p, whole, strides, engine, local(saved))
+        # an average begins with the master, where there is one
+        start = p
+        if plane.name == EMA and saved is None and len(param.planes("")) > 1:
+            parts = [local(state.get(each.name)) for each in param.planes("param")[1:]]
+            start = p if any(part is None for part in parts) else decode(param, [p, *parts])
+        tensor = _made(plane, p, whole, strides, engine, local(saved), start)
         if tensor is not local(saved):
             shape = None if plane.block == 1 else plane_shape(plane, whole, whole)
             fresh[plane.name] = shards.like(tensor, whole, shape)
@@ -300,9 +306,11 @@ def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
 _COPIES = (EMA, "master")
 
 
-def _made(plane: Plane, p: Tensor, whole: Tensor, strides: tuple, engine: Any, found: Any) -> Tensor:
+def _made(
+    plane: Plane, p: Tensor, whole: Tensor, strides: tuple, engine: Any, found: Any, start: Tensor
+) -> Tensor:
     """A plane of the part `p` that is here: the one that was found, on the right device and laid out as it
-    should be, or a new one.
+    should be, or a new one, which may begin as `start`.
     """
     shape = plane_shape(plane, whole, p)
     if found is not None:
@@ -317,7 +325,7 @@ def _made(plane: Plane, p: Tensor, whole: Tensor, strides: tuple, engine: Any, f
         tensor = empty_like(p, strides, dtype)
     else:
         tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)
-    return tensor.copy_(p) if plane.name in _COPIES else tensor.zero_()
+    return tensor.copy_(start) if plane.name in _COPIES else tensor.zero_()
 
 
 def _check_state(found: Any, p: Tensor, plane: Plane, param_name: str | None) -> None:

@@ -128,10 +128,14 @@ class Optimizer(Declaration, Saving, torch.optim.Optimizer):
     @state_dtype.setter
     def state_dtype(self, value: Any) -> None:
         self._state_dtype = as_state_dtype(value, state_names(self.rules)[:-1])
+        # for states that will be made; the others stay what they are
+        self._plan = None
 
     def storage_of(self, group: dict[str, Any]) -> Storage:
         own = [name for name in STORAGE_IN_GROUPS if name in group]
-        chosen = as_state_dtype(group["state_dtype"]) if "state_dtype" in own else self._state_dtype
+        chosen = self._state_dtype
+        if "state_dtype" in own:
+            chosen = as_state_dtype(group["state_dtype"], state_names(self.rules)[:-1])
         return Storage(
             tuple(chosen.items()) if isinstance(chosen, dict) else chosen,
             group["master"] if "master" in own else self.master,

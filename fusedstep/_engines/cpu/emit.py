@@ -100,6 +100,10 @@ class Emitter:
         b, value, kind = self.builder, args[0], args[0].type
         if op == "bits":
             return b.bitcast(resized(b, value, F32), of_elements(I32, kind))
+        if op == "number_bits":
+            is_nan = b.fcmp_unordered("uno", value, value)
+            whole = b.bitcast(resized(b, value, F32), of_elements(I32, kind))
+            return b.select(is_nan, constant(whole.type, 0x7FC00000), whole)
         if op == "from_bits":
             return resized(b, b.bitcast(value, of_elements(F32, kind)), self.element)
         if op == "number":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._algorithm.bits import DRAWN_TOGETHER, draw_code
 from ..._algorithm.code import Code, linear
-from ..._algorithm.formats import BLOCK, Format, Plane
+from ..._algorithm.formats import BLOCK, Format, Int8, Plain, Plane
 from ..._algorithm.language import plane
 from ..._algorithm.program import Program
 from ..._algorithm.step import GRAD
@@ -175,7 +175,8 @@ def decode(stored: Format, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def encode(stored: Format, numbers: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Store numbers so, in these tensors; what would be drawn is rounded to nearest."""
+    """Store numbers so, in these tensors; nothing is drawn."""
+    stored = stored._replace(draws=False) if isinstance(stored, (Plain, Int8)) else stored
     source = Piece([numbers.contiguous()], numbers.numel())
     inputs = [source.load(0, Plane("", numbers.dtype), torch.float32)]
     results = evaluated(_traced(lambda x: stored.store(x, None), 1), inputs, source.word)

@@ -108,6 +108,7 @@ def _product_high(a: Tensor, b: Tensor) -> Tensor:
 
 _TO_TYPES: dict[str, Callable] = {
     "bits": lambda a, dtype: a.to(torch.float32).view(torch.int32),
+    "number_bits": lambda a, dtype: torch.where(a == a, a.to(torch.float32).view(torch.int32), 0x7FC00000),
     "from_bits": lambda a, dtype: a.view(torch.float32).to(dtype),
     "number": lambda a, dtype: a.to(dtype),
     "round_bfloat16": lambda a, dtype: a.to(torch.bfloat16).to(dtype),

@@ -37,12 +37,25 @@ def _tanh(a):
     return tl.where(x < 0, -value, value).to(a.dtype)
 
 
+# whether all NaN that are computed have all bits set, but for the sign
+_HAS_ONE_NAN = tl.constexpr(torch.version.cuda is not None and not triton.knobs.runtime.interpret)
+
+
 @triton.jit
 def _block_largest(a, mask):
     size = tl.abs(a.to(tl.float32))
     # what lies beyond the end of a tensor is no part of a block
     size = size if mask is None else tl.where(mask, size, 0)
     return tl.reduce(size, 1, maximum, keep_dims=True).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _number_bits(a):
+    b = a.to(tl.float32).to(tl.int32, bitcast=True)
+    if _HAS_ONE_NAN:
+        return tl.minimum(b, 0x7FC00000)
+    else:
+        return tl.where(a == a, b, 0x7FC00000)
 
 
 @triton.jit
@@ -101,6 +114,7 @@ if torch.version.cuda is not None and not triton.knobs.runtime.interpret:
 # with whole numbers for results, whatever they take
 _WHOLE = {
     "bits": "({}).to(tl.float32).to(tl.int32, bitcast=True)",
+    "number_bits": "_number_bits({})",
     "shift_left": "({} << {})",
     "shift_right": "_shift_right({}, {})",
     "product_high": "_product_high({}, {})",
@@ -113,6 +127,7 @@ _NAMES = {
     "_power": _power,
     "_tanh": _tanh,
     "_block_largest": _block_largest,
+    "_number_bits": _number_bits,
     "_shift_right": _shift_right,
     "_product_high": _product_high,
     "_fast_quotient": _fast_quotient,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..._algorithm.bits import DRAWN_TOGETHER, ROUNDS
 from .. import FIRST_INDEX, FIRST_POINTER, NUMEL, POSITION, SEED, SKIP, UNMASKED_NUMEL
-from .sums import folded
+from .sums import folded, joined
 
 _NUMEL, _UNMASKED_NUMEL, _FIRST_POINTER, _SKIP = map(tl.constexpr, (NUMEL, UNMASKED_NUMEL, FIRST_POINTER, SKIP))
 _SEED, _POSITION, _FIRST_INDEX, _ROUNDS = map(tl.constexpr, (SEED, POSITION, FIRST_INDEX, ROUNDS))
@@ -125,13 +125,13 @@ def _tiles(
             o = _offsets(start + tile * BLOCK, BLOCK, SHARE, STORE_SHARES[k])
             value = value.to(targets[k].dtype.element_ty)
             tl.store(targets[k] + o, value, None if numel is None else o * STORE_SHARES[k] < numel)
-        joined = ()
+        more = ()
         for k in tl.static_range(len(sums)):
             term = x[STORES + k]
             # what lies beyond may be NaN
             term = term if numel is None else tl.where(mask, term, 0)
-            joined = joined + (joined(sums[k], term, MAXES[k]),)
-        sums = joined
+            more = more + (joined(sums[k], term, MAXES[k]),)
+        sums = more
     return sums
 
 
