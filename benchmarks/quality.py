@@ -27,7 +27,9 @@ from torch import Tensor, nn
 import fusedstep
 
 VOCABULARY, WIDTH, LAYERS, LENGTH, BATCH = 2048, 256, 4, 64, 32
-STEPS, STRESS_STEPS, SEEDS, TAIL, PROCESSES = 1500, 5000, 5, 100, 10
+STEPS, STRESS_STEPS, SEEDS, TAIL, PROCESSES = 1500, 5000, 5, 100, 12
+# losses that are kept as one
+MEAN_OF = 10
 _ADAMW = {"lr": 2e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
 _SGD = {"lr": 0.3, "momentum": 0.9}
 _INT8 = {"state_dtype": "int8"}
@@ -151,18 +153,19 @@ def run(file: str) -> None:
     found: dict[str, dict[str, list[float]]] = {}
     with get_context("spawn").Pool(PROCESSES) as pool:
         for name, seed, losses in pool.imap_unordered(_job, jobs):
-            found.setdefault(name, {})[str(seed)] = [round(loss, 5) for loss in losses]
-            print(f"{name}, seed {seed}: {statistics.mean(losses[-TAIL:]):.4f}", flush=True)
-            Path(file).write_text(json.dumps({"versions": _versions(), "losses": found}))
+            means = [statistics.mean(losses[i : i + MEAN_OF]) for i in range(0, len(losses), MEAN_OF)]
+            found.setdefault(name, {})[str(seed)] = [round(loss, 5) for loss in means]
+            print(f"{name}, seed {seed}: {final({'': means})[0]:.4f}", flush=True)
+            facts = {"device": _device(), "torch": torch.__version__, "mean_of_steps": MEAN_OF}
+            Path(file).write_text(json.dumps({**facts, "losses": found}))
 
 
-def _versions() -> dict[str, str]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"torch": torch.__version__, "device": device}
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def final(losses: dict[str, list[float]]) -> list[float]:
-    return [statistics.mean(each[-TAIL:]) for _, each in sorted(losses.items())]
+    return [statistics.mean(each[-TAIL // MEAN_OF :]) for _, each in sorted(losses.items())]
 
 
 def table(found: dict[str, dict[str, list[float]]]) -> list[tuple[str, float, float, float]]:
@@ -178,6 +181,10 @@ def table(found: dict[str, dict[str, list[float]]]) -> list[tuple[str, float, fl
     return rows
 
 
+def _smooth(losses: dict[str, list[float]]) -> Tensor:
+    return torch.tensor([each for _, each in sorted(losses.items())]).mean(0).unfold(0, 10, 1).mean(1)
+
+
 def draw(source: str, target: str) -> None:
     import matplotlib
 
@@ -191,13 +198,14 @@ def draw(source: str, target: str) -> None:
         print(f"| {name} | {loss:.4f} | {difference:+.2f} % | {largest:.2f} % |")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
     shown = [name for name in found if not name.startswith(("SGD", "stress", "float32, one"))]
-    for name in shown:
-        curves = torch.tensor([losses for _, losses in sorted(found[name].items())]).mean(0)
-        smooth = curves.unfold(0, 50, 10).mean(1)
-        steps = range(25, 25 + 10 * len(smooth), 10)
+    smooth = {name: _smooth(found[name]) for name in shown}
+    for name in shown[1:]:
+        above = 100 * (smooth[name] / smooth["float32"] - 1)
+        steps = range(50, 50 + MEAN_OF * len(above), MEAN_OF)
         dash = "--" if "no master" in name else "-"
-        left.plot(steps, smooth, dash, label=name, linewidth=1.2)
-    left.set(xlabel="step", ylabel="loss, mean of 5 seeds", yscale="log", title="training loss")
+        left.plot(steps, above, dash, label=name, linewidth=1.2)
+    left.axhline(0, color="black", linewidth=0.8, label="float32")
+    left.set(xlabel="step", ylabel="% above float32", title="training loss, mean of 5 seeds")
     left.legend(fontsize=8)
     rows = [row for row in table(found) if row[0] in shown[1:]]
     right.barh([row[0] for row in rows], [row[2] for row in rows], color="tab:blue")

@@ -223,9 +223,9 @@ def test_the_gpu_gives_the_codes_of_the_cpu(case):
     run(a, ours, grads)
     run(b, theirs, grads)
     for p, q in zip(ours, theirs, strict=True):
-        # its division and root are not the most precise ones; a number that is another in its last bit may be
-        # rounded the other way
-        torch.testing.assert_close(p, q.cpu(), rtol=1e-3, atol=1e-3)
+        # its division and root are not the most precise ones; and a number that is another in its last bit has
+        # another hash, by which it may be rounded the other way
+        assert (p - q.cpu()).abs().mean() < 0.2 * case.options["lr"]
         if not case.sums and case.rule.update.__name__ in ("adamw", "amsgradw", "momentum"):
             # states that no division goes into
             assert all(torch.equal(value, b.state[q][name].cpu()) for name, value in a.state[p].items())
