@@ -45,12 +45,22 @@ def levels(x, exponent, signed):
     return (128 if signed else 256) * 2.0**whole * (1 + root - whole)
 
 
-def encoded(x, signed, draws=None):
+def turn(step):
+    """What a hash takes in of the step."""
+    part = step * 0.6180339887498949
+    part -= np.round(part)
+    part *= part * 1e6
+    return int(np.round((part - np.round(part)) * 4094)) << 20
+
+
+def encoded(x, signed, draws=None, step=None):
     """Codes and exponents of numbers; `draws`, if given, are random words, or a hash decides."""
     x = np.asarray(x, np.float32)
     exponent = exponents(x, signed)
     level = levels(x, exponent, signed).reshape(-1)[: x.size].reshape(x.shape)
-    words = _bits(x).astype(np.uint64) * 0x9E3779B1 % 2**32 if draws is None else draws.astype(np.uint64)
+    later = 0 if step is None else turn(step) % 2**32
+    hashed = (_bits(x).astype(np.uint64) * 0x9E3779B1 + later) % 2**32
+    words = hashed if draws is None else draws.astype(np.uint64)
     # of a code, in parts of 2**12
     up = (words >> np.uint64(20)).astype(np.float64)
     # np.round takes halves to even, as a float does

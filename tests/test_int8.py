@@ -179,7 +179,8 @@ def follow(case, engine, shapes, grads, **options):
             assert_alike(case, p.detach(), q.detach())
             for letter, name in case.rule.states:
                 codes, scales = of(optimizer, p, name)
-                expected = formats.encoded(plain.state[q][name].numpy(), letter not in case.rule.nonnegative)
+                signed = letter not in case.rule.nonnegative
+                expected = formats.encoded(plain.state[q][name].numpy(), signed, step=i + 1)
                 assert (codes.numpy() == expected[0]).all()
                 assert (scales.numpy().reshape(-1) == expected[1]).all()
         yield optimizer, plain, ours, theirs
@@ -191,6 +192,24 @@ def test_a_step_is_that_of_float32_on_the_numbers_that_were_read(case, engine):
         pytest.skip("the interpreter takes long")
     shapes, steps = (SHAPES[2:4], 2) if engine == "triton" else (SHAPES, 4)
     assert len([*follow(case, engine, shapes, gradients(steps, shapes))]) == steps
+
+
+def test_what_has_no_gradients_any_more_fades_as_in_float32():
+    random = torch.Generator().manual_seed(0)
+    optimizers = []
+    for state_dtype in ("int8", torch.float32):
+        p = torch.nn.Parameter(torch.zeros(128, 64))
+        optimizers.append(fusedstep.AdamW([p], lr=1e-3, weight_decay=0, state_dtype=state_dtype))
+    for step in range(1500):
+        g = torch.randn(128, 64, generator=random)
+        g[:, :32] *= step < 50
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["params"][0].grad = g
+            optimizer.step()
+    (m, v), (_, w) = ([numbers(o, name)[:, :32] for name in SIGNS] for o in optimizers)
+    # a number that is the same at every step must not be rounded to the same side for ever
+    assert m.abs().max() == 0
+    assert abs(v.mean() / w.mean() - 1) < 0.1
 
 
 # with which moments of short numbers have no roundings: not all engines multiply and add in one

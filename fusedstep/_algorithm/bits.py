@@ -34,6 +34,14 @@ def number(a):
     return operation("number", a)
 
 
+def whole(a):
+    """A number without a fraction, in the range of 32 bits, as a whole number."""
+    value = operation("whole", a)
+    # of one that is the same for all elements, too: the table of scalars has no whole numbers
+    value.per_element = True
+    return value
+
+
 def shifted_left(a, by: int):
     return operation("shift_left", a, by)
 

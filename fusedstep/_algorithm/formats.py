@@ -22,6 +22,7 @@ from .bits import (
     shifted_left,
     shifted_right,
     signed,
+    whole,
 )
 from .language import abs, maximum, minimum, where
 
@@ -67,8 +68,8 @@ class Format(Protocol):
     def load(self, *planes: Any) -> Any:
         """The number that is stored."""
 
-    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
-        """What is stored of a number, in each plane."""
+    def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
+        """What is stored of a number, in each plane; `turn` is another at every step."""
 
 
 class Plain(NamedTuple):
@@ -87,7 +88,7 @@ class Plain(NamedTuple):
     def load(self, x: Any) -> Any:
         return x
 
-    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+    def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         # rounded here to what the dtype has: that it is rounded again, to nearest, changes nothing
         return (_DRAWN[self.dtype](x, draw) if self.draws else x,)
 
@@ -122,9 +123,9 @@ class Int8(NamedTuple):
     Codes are about square roots, or fourth roots where no number is negative: small numbers keep some of their
     precision. The roots are those of a float's bits, which are nearly a logarithm: halved, they are a root with
     straight lines between powers of two, cheap and the same everywhere. Between two codes a hash of the number
-    decides, or random bits: rounded to nearest, what changes by less than half a code at a step would never
-    change. Where no number is negative, none is below 2**-32 of the scale: updates are divided by its root.
-    A block with a number in it that is not below 8e37 reads as NaN.
+    and the step decides, or random bits: rounded to nearest, what changes by less than half a code at a step
+    would never change. Where no number is negative, none is below 2**-32 of the scale: updates are divided by
+    its root. A block with a number in it that is not below 8e37 reads as NaN.
     """
 
     is_signed: bool
@@ -155,7 +156,7 @@ class Int8(NamedTuple):
             return from_bits(part) * scale
         return from_bits(either(maximum(part, 0), both(b, _SIGN))) * scale
 
-    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+    def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         shift, levels = self._root
         # the largest becomes the last level at most
         exponent = shifted_right(block_largest(x) + (0x7FFFFF + 0x40000), 23)
@@ -166,8 +167,10 @@ class Int8(NamedTuple):
         # a number whose last bit is the 12th after the point; above the code it has bits that are not stored
         magic, x_or_size = (3072.0, either(level, both(bits(x), _SIGN))) if self.is_signed else (2048.0, level)
         fixed = bits(from_bits(x_or_size) + magic)
-        # something below 2**12, from the upper bits, which are the random ones of a hash
-        fixed = fixed + shifted_right(draw if self.draws else bits(x) * signed(0x9E3779B1), 20)
+        # something below 2**12, from the upper bits: these are the random ones of a hash. It takes turns, or a
+        # number that is the same at every step would always be rounded to the same side
+        up = draw if self.draws else bits(x) * signed(0x9E3779B1) + whole(turn)
+        fixed = fixed + shifted_right(up, 20)
         if self.is_signed:
             # what is below half a code becomes 0: it would grow too much
             return where(level < _HALF, 0, shifted_right(fixed, 12)), exponent
@@ -202,7 +205,7 @@ class Split(NamedTuple):
         size = maximum(both(b, _MAGNITUDE) + rest, 0)
         return from_bits(either(size, both(b, _SIGN)))
 
-    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+    def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         b = number_bits(x)
         b = b if self.rest_bits == 16 else b + 0x80
         top = both(b + 0x8000, signed(0xFFFF0000))
@@ -230,8 +233,25 @@ class Copied(NamedTuple):
         # a parameter that was written from outside counts
         return where(rounded(master, str(self.dtype).removeprefix("torch.")) == x, master, x)
 
-    def store(self, x: Any, draw: Any) -> tuple[Any, ...]:
+    def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         return x, x
+
+
+def turn_of(step):
+    """A multiple of 2**20 below 2**31, at every step as if drawn anew. Taken in turn it would not do: after a
+    number has changed, it would change again too soon.
+    """
+    part = _fraction(step * 0.6180339887498949)
+    return _nearest(_fraction(part * part * 1e6) * 4094.0) * 2.0**20
+
+
+def _fraction(a):
+    return a - _nearest(a)
+
+
+def _nearest(a):
+    # of float64, which scalars are
+    return (a + 1.5 * 2.0**52) - 1.5 * 2.0**52
 
 
 def compute_dtype(planes: tuple[Plane, ...]) -> torch.dtype:

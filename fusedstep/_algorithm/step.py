@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .bits import draw
-from .formats import Format
+from .formats import Format, turn_of
 from .language import (
     Value,
     abs,
@@ -83,9 +83,9 @@ class Stored(NamedTuple):
     def load(self) -> Value:
         return self.format.load(*map(plane, self.places))
 
-    def store(self, x: Value, slot: int) -> dict[int, Value]:
+    def store(self, x: Value, slot: int, turn: Value) -> dict[int, Value]:
         """What goes to each plane; a number in `slot` has random bits of its own."""
-        return dict(zip(self.places, self.format.store(x, draw(slot)), strict=True))
+        return dict(zip(self.places, self.format.store(x, draw(slot), turn), strict=True))
 
 
 class Graph(NamedTuple):
@@ -140,8 +140,9 @@ def trace_step(update: Callable, slots: Sequence[Stored], spec: StepSpec, averag
         decay = given("ema_decay")
         new_states.append(mixed(values[-1], new, decay, 1 - decay))
     stores: dict[int, Any] = {}
+    turn = turn_of(given("step"))
     for i, (each, x) in enumerate(zip([slots[0], *slots[2:]], [new, *new_states], strict=True)):
-        stores |= each.store(x, i)
+        stores |= each.store(x, i, turn)
     if spec.collect_statistics:
         change = new - p
         folds |= {"param": total(new * new), "update": total(change * change)}

@@ -69,8 +69,8 @@ class Update(NamedTuple):
 
     @property
     def saves_step(self) -> bool:
-        """Whether the step count is part of the saved state: random bits depend on it."""
-        return self.rule.saves_step or self.storage.draws
+        """Whether the step count is part of the saved state: what is rounded by it depends on it."""
+        return self.rule.saves_step or self.storage.rounds_by_step
 
 
 @dataclass(slots=True, eq=False)

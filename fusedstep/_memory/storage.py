@@ -32,6 +32,12 @@ class Storage(NamedTuple):
     draws: bool = False
     is_groups_own: bool = False
 
+    @property
+    def rounds_by_step(self) -> bool:
+        """Whether numbers are rounded otherwise at every step."""
+        dtypes = dict(self.state_dtype).values() if isinstance(self.state_dtype, tuple) else [self.state_dtype]
+        return self.draws or torch.int8 in dtypes
+
     def dtype_of(self, name: str) -> torch.dtype | None:
         return dict(self.state_dtype).get(name) if isinstance(self.state_dtype, tuple) else self.state_dtype
 

@@ -106,6 +106,8 @@ class Emitter:
             return b.select(is_nan, constant(whole.type, 0x7FC00000), whole)
         if op == "from_bits":
             return resized(b, b.bitcast(value, of_elements(F32, kind)), self.element)
+        if op == "whole":
+            return b.fptosi(value, of_elements(I32, kind))
         if op == "number":
             return b.sitofp(value, of_elements(self.element, kind))
         if op == "product_high":

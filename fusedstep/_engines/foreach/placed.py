@@ -179,7 +179,7 @@ def encode(stored: Format, numbers: Tensor, tensors: Sequence[Tensor]) -> None:
     stored = stored._replace(draws=False) if isinstance(stored, (Plain, Int8)) else stored
     source = Piece([numbers.contiguous()], numbers.numel())
     inputs = [source.load(0, Plane("", numbers.dtype), torch.float32)]
-    results = evaluated(_traced(lambda x: stored.store(x, None), 1), inputs, source.word)
+    results = evaluated(_traced(lambda x: stored.store(x, None, 0.0), 1), inputs, source.word)
     target = Piece([*tensors], numbers.numel())
     for i, new in enumerate(results):
         target.store(i, new)

@@ -21,6 +21,8 @@ _NUMBER: dict[str, Callable] = {
     "constant": float,
     "fma": lambda a, b, c: a * b + c,
     "where": lambda condition, a, b: a if condition else b,
+    # it becomes one beside whole numbers
+    "whole": float,
 }
 
 # numbers of a table's rows, as an array
@@ -111,6 +113,7 @@ _TO_TYPES: dict[str, Callable] = {
     "number_bits": lambda a, dtype: torch.where(a == a, a.to(torch.float32).view(torch.int32), 0x7FC00000),
     "from_bits": lambda a, dtype: a.view(torch.float32).to(dtype),
     "number": lambda a, dtype: a.to(dtype),
+    "whole": lambda a, dtype: a.to(torch.int32),
     "round_bfloat16": lambda a, dtype: a.to(torch.bfloat16).to(dtype),
     "round_float16": lambda a, dtype: a.to(torch.float16).to(dtype),
 }

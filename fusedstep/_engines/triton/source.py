@@ -115,6 +115,7 @@ if torch.version.cuda is not None and not triton.knobs.runtime.interpret:
 _WHOLE = {
     "bits": "({}).to(tl.float32).to(tl.int32, bitcast=True)",
     "number_bits": "_number_bits({})",
+    "whole": "({}).to(tl.int32)",
     "shift_left": "({} << {})",
     "shift_right": "_shift_right({}, {})",
     "product_high": "_product_high({}, {})",
