@@ -7,6 +7,7 @@ for about two minutes. What was chosen is the library's own; the others are emul
 is measured by `quality.py`.
 """
 
+import itertools
 import math
 import re
 import sysconfig
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedstep
-from fusedstep._algorithm.formats import Int8
+from fusedstep._algorithm.formats import Int8, turn_of
 from fusedstep._engines.foreach.placed import decode, encode
 
 BLOCKS = (32, 64, 128, 256)
@@ -37,8 +38,11 @@ def chosen(x: Tensor, is_signed: bool, floor: bool = True) -> Tensor:
     format = Int8(is_signed)
     shapes = {1: x.shape, 64: (-(-x.numel() // 64),)}
     planes = [torch.empty(shapes[plane.block], dtype=plane.dtype) for plane in format.planes("")]
-    encode(format, x, planes)
+    encode(format, x, planes, turn_of(float(next(_steps))))
     return decode(format, planes)
+
+
+_steps = itertools.count(1)
 
 
 # -- candidates: parts of a block's largest to levels 0 ... n and back ---

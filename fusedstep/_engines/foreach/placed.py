@@ -174,12 +174,12 @@ def decode(stored: Format, tensors: Sequence[Tensor]) -> Tensor:
     return found.reshape(-1)[: piece.numel].view(tensors[0].shape)
 
 
-def encode(stored: Format, numbers: Tensor, tensors: Sequence[Tensor]) -> None:
+def encode(stored: Format, numbers: Tensor, tensors: Sequence[Tensor], turn: float = 0.0) -> None:
     """Store numbers so, in these tensors; nothing is drawn."""
     stored = stored._replace(draws=False) if isinstance(stored, (Plain, Int8)) else stored
     source = Piece([numbers.contiguous()], numbers.numel())
     inputs = [source.load(0, Plane("", numbers.dtype), torch.float32)]
-    results = evaluated(_traced(lambda x: stored.store(x, None, 0.0), 1), inputs, source.word)
+    results = evaluated(_traced(lambda x: stored.store(x, None, turn), 1), inputs, source.word)
     target = Piece([*tensors], numbers.numel())
     for i, new in enumerate(results):
         target.store(i, new)
