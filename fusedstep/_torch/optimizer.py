@@ -132,16 +132,11 @@ class Optimizer(Declaration, Saving, torch.optim.Optimizer):
         self._plan = None
 
     def storage_of(self, group: dict[str, Any]) -> Storage:
-        own = [name for name in STORAGE_IN_GROUPS if name in group]
-        chosen = self._state_dtype
-        if "state_dtype" in own:
+        chosen, is_own = self._state_dtype, "state_dtype" in group
+        if is_own:
             chosen = as_state_dtype(group["state_dtype"], state_names(self.rules)[:-1])
-        return Storage(
-            tuple(chosen.items()) if isinstance(chosen, dict) else chosen,
-            group["master"] if "master" in own else self.master,
-            self.rounding == "stochastic",
-            "state_dtype" in own,
-        )
+        dtypes = tuple(chosen.items()) if isinstance(chosen, dict) else chosen
+        return Storage(dtypes, group.get("master", self.master), self.rounding == "stochastic", is_own)
 
     @staticmethod
     def profile_hook_step(func: Callable) -> Callable:

@@ -12,6 +12,7 @@ of tensors that share such a scalar.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,10 @@ def chunk(program: Program) -> int:
 
 def bind(table: Any) -> Executable:
     return Executable(table)
+
+
+# of some rows at a time, the terms of each sum
+Swept = Iterator[tuple[list[int], list[list[Tensor]]]]
 
 
 class Executable:
@@ -189,13 +194,19 @@ class Executable:
         return next(c for c in self._columns if c.run.first <= bucket.first_row < c.run.end)
 
     def _sweep(self, bucket: Any, sweep: Sweep, skip: Tensor | None) -> None:
-        table, columns, dtype = self._table, self._columns_of(bucket, sweep), bucket.program.compute_dtype
         # of every sum and row; several terms where a tensor was cut
         terms: list[dict[int, list[Tensor]]] = [{} for _ in sweep.folds]
+        swept = self._pieces if bucket.program.is_placed else self._lists
+        for rows, folded in swept(bucket, sweep, self._columns_of(bucket, sweep), skip):
+            for of_rows, found in zip(terms, folded, strict=True):
+                for row, term in zip(rows, found, strict=True):
+                    of_rows.setdefault(row, []).append(term)
+        for at, (_, kind) in enumerate(sweep.folds):
+            self._put(bucket, sweep.first_fold + at, kind, terms[at])
+
+    def _lists(self, bucket: Any, sweep: Sweep, columns: Columns | None, skip: Tensor | None) -> Swept:
+        table, dtype = self._table, bucket.program.compute_dtype
         resolved: dict[Any, Resolved] = {}
-        if bucket.program.is_placed:
-            self._sweep_pieces(bucket, sweep, columns, skip)
-            return
         copied = {i for i, plane in enumerate(bucket.program.planes) if plane.dtype != dtype}
         stored = {place for place, _ in sweep.stores if place != GRAD}
         free = copied if skip is not None else copied | stored
@@ -203,28 +214,20 @@ class Executable:
             if part.key not in resolved:
                 scalars = [] if columns is None else columns.take(table, sweep, part.rows, dtype)
                 resolved[part.key] = Resolved(sweep, scalars, dtype, free, self._is_host)
-            folded = _run(resolved[part.key], part, bucket, skip, sweep.clears)
-            for of_rows, found in zip(terms, folded, strict=True):
-                for row, term in zip(part.rows, found, strict=True):
-                    of_rows.setdefault(row, []).append(term)
-        for at, (_, kind) in enumerate(sweep.folds):
-            self._put(bucket, sweep.first_fold + at, kind, terms[at])
+            yield part.rows, _run(resolved[part.key], part, bucket, skip, sweep.clears)
 
-    def _sweep_pieces(self, bucket: Any, sweep: Sweep, columns: Columns | None, skip: Tensor | None) -> None:
+    def _pieces(self, bucket: Any, sweep: Sweep, columns: Columns | None, skip: Tensor | None) -> Swept:
         """The same where elements share numbers, hold whole ones, or draw random bits."""
         table, program = self._table, bucket.program
         dtype, limit = program.compute_dtype, HOST_LIST_BYTES if self._is_host else LIST_BYTES
-        terms: list[dict[int, list[Tensor]]] = [{} for _ in sweep.folds]
         resolved: dict[int, Resolved] = {}
         for row, piece in pieces(table, bucket, limit):
             if row not in resolved:
                 scalars = [] if columns is None else columns.take(table, sweep, [row], dtype)
                 resolved[row] = Resolved(sweep, scalars, dtype, set(), self._is_host)
             elements = run_piece(resolved[row], piece, program, skip, sweep.clears)
-            for of_rows, (kind, _), x in zip(terms, resolved[row].folds, elements, strict=True):
-                of_rows.setdefault(row, []).extend(_folded(kind, [x], plain=True))
-        for at, (_, kind) in enumerate(sweep.folds):
-            self._put(bucket, sweep.first_fold + at, kind, terms[at])
+            kinds = [kind for kind, _ in resolved[row].folds]
+            yield [row], [_folded(kind, [x], plain=True) for kind, x in zip(kinds, elements, strict=True)]
 
     def _put(self, bucket: Any, fold: int, kind: str, terms: dict[int, list[Tensor]]) -> None:
         """Sums of every row of a bucket, 0 where it has no gradient."""
