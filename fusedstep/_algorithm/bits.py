@@ -56,7 +56,7 @@ def both(a, b):
     return operation("and", a, b)
 
 
-def either(a, b):
+def xor(a, b):
     """The bits that are set in one of them, but not in the other."""
     return operation("xor", a, b)
 
@@ -108,7 +108,7 @@ def philox(counter: Any, key: Any) -> Any:
     for _ in range(ROUNDS):
         high0, low0 = product_high(a, signed(_MULTIPLIERS[0])), a * signed(_MULTIPLIERS[0])
         high1, low1 = product_high(c, signed(_MULTIPLIERS[1])), c * signed(_MULTIPLIERS[1])
-        a, b, c, d = either(either(high1, b), key0), low1, either(either(high0, d), key1), low0
+        a, b, c, d = xor(xor(high1, b), key0), low1, xor(xor(high0, d), key1), low0
         key0, key1 = key0 + signed(_KEY_STEPS[0]), key1 + signed(_KEY_STEPS[1])
     return a, b, c, d
 

@@ -14,7 +14,6 @@ from .bits import (
     bits,
     block_largest,
     both,
-    either,
     from_bits,
     number,
     number_bits,
@@ -23,6 +22,7 @@ from .bits import (
     shifted_right,
     signed,
     whole,
+    xor,
 )
 from .language import abs, maximum, minimum, where
 
@@ -62,6 +62,10 @@ class Format(Protocol):
     def draws(self) -> bool:
         """Whether `store` takes random bits."""
 
+    @property
+    def rounds_by_step(self) -> bool:
+        """Whether a number is stored otherwise at every step."""
+
     def planes(self, name: str) -> tuple[Plane, ...]:
         """Of the slot of this name; the first of a parameter is the parameter itself."""
 
@@ -81,6 +85,10 @@ class Plain(NamedTuple):
     @property
     def loses_bits(self) -> bool:
         return self.dtype.itemsize < 4
+
+    @property
+    def rounds_by_step(self) -> bool:
+        return self.draws
 
     def planes(self, name: str) -> tuple[Plane, ...]:
         return (Plane(name, self.dtype, is_exact=self.draws),)
@@ -136,6 +144,10 @@ class Int8(NamedTuple):
         return True
 
     @property
+    def rounds_by_step(self) -> bool:
+        return True
+
+    @property
     def _root(self) -> tuple[int, int]:
         """How far bits are shifted to take a root, and what is added then to have 1 as 128 or 256 levels."""
         shift, doublings = (1, 7) if self.is_signed else (2, 8)
@@ -154,7 +166,7 @@ class Int8(NamedTuple):
         if not self.is_signed:
             # of a new state, codes and scales are 0
             return from_bits(part) * scale
-        return from_bits(either(maximum(part, 0), both(b, _SIGN))) * scale
+        return from_bits(xor(maximum(part, 0), both(b, _SIGN))) * scale
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         shift, levels = self._root
@@ -165,7 +177,7 @@ class Int8(NamedTuple):
         part = bits(abs(x) * from_bits(shifted_left(254 - exponent, 23)))
         level = shifted_right(part, shift) + levels
         # a number whose last bit is the 12th after the point; above the code it has bits that are not stored
-        magic, x_or_size = (3072.0, either(level, both(bits(x), _SIGN))) if self.is_signed else (2048.0, level)
+        magic, x_or_size = (3072.0, xor(level, both(bits(x), _SIGN))) if self.is_signed else (2048.0, level)
         fixed = bits(from_bits(x_or_size) + magic)
         # something below 2**12, from the upper bits: these are the random ones of a hash. It takes turns, or a
         # number that is the same at every step would always be rounded to the same side
@@ -194,6 +206,10 @@ class Split(NamedTuple):
     def draws(self) -> bool:
         return False
 
+    @property
+    def rounds_by_step(self) -> bool:
+        return False
+
     def planes(self, name: str) -> tuple[Plane, ...]:
         rest = torch.int16 if self.rest_bits == 16 else torch.int8
         return Plane(name, torch.bfloat16, is_exact=True), Plane("master_rest", rest)
@@ -203,7 +219,7 @@ class Split(NamedTuple):
         rest = rest if self.rest_bits == 16 else shifted_left(rest, 8)
         # not below 0, though a zero may have been written from outside
         size = maximum(both(b, _MAGNITUDE) + rest, 0)
-        return from_bits(either(size, both(b, _SIGN)))
+        return from_bits(xor(size, both(b, _SIGN)))
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         b = number_bits(x)
@@ -226,6 +242,10 @@ class Copied(NamedTuple):
     def draws(self) -> bool:
         return False
 
+    @property
+    def rounds_by_step(self) -> bool:
+        return False
+
     def planes(self, name: str) -> tuple[Plane, ...]:
         return Plane(name, self.dtype), Plane("master", torch.float32)
 
@@ -238,8 +258,8 @@ class Copied(NamedTuple):
 
 
 def turn_of(step):
-    """A multiple of 2**20 below 2**31, at every step as if drawn anew. Taken in turn it would not do: after a
-    number has changed, it would change again too soon.
+    """A multiple of 2**20 between -2**31 and 2**31, at every step as if drawn anew. Taken in turn it would not
+    do: after a number has changed, it would change again too soon.
     """
     part = _fraction(step * 0.6180339887498949)
     return _nearest(_fraction(part * part * 1e6) * 4094.0) * 2.0**20

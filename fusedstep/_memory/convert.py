@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._algorithm.formats import Copied, Format, Plain, Split
+from .._algorithm.formats import Copied, Format, Plain, Plane, Split
 from .._algorithm.program import EMA, Rule
 from .._engines.foreach.placed import decode, encode
 from . import shards
@@ -27,7 +27,8 @@ def convert(p: Tensor, values: dict[str, Any], update: Update, owner: str) -> No
     """Have states of a parameter stored as they are asked for, in place."""
     for name in state_names([update.rule]):
         found = found_format(name, values, draws=False)
-        if found is not None:
+        # what does not fit is left for the next step, which says so
+        if found is not None and _fits(p, values, found.planes(name)):
             wanted = state_format(p, update.rule, name, update.storage)
             _replace(p, values, name, found, wanted)
     _convert_master(p, values, param_format(p, update.storage, owner))
@@ -42,6 +43,14 @@ def expand(p: Tensor, values: dict[str, Any], names: Iterable[str]) -> None:
             _replace(p, values, name, found, Plain(torch.float32))
     if found_master(local(p), values) is not None:
         _convert_master(p, values, Copied(local(p).dtype))
+    # of a parameter that was of 16 bits once
+    values.pop("master_rest", None)
+
+
+def _fits(p: Tensor, values: dict[str, Any], planes: Iterable[Plane]) -> bool:
+    """Whether there are all of these planes, of the shape and distributed as the parameter is."""
+    found = [(values.get(plane.name), plane_shape(plane, p, p)) for plane in planes]
+    return all(isinstance(t, Tensor) and t.shape == shape and shards.lies_alike(t, p) for t, shape in found)
 
 
 def _tensors(stored: Format, name: str, values: dict[str, Any]) -> list[Tensor]:
@@ -85,7 +94,7 @@ def _replace(p: Tensor, values: dict[str, Any], name: str, found: Format, wanted
 def _convert_master(p: Tensor, values: dict[str, Any], wanted: Format) -> None:
     part = local(p)
     found = found_master(part, values)
-    if found == wanted:
+    if found == wanted or (found is not None and not _fits(p, values, found.planes("param")[1:])):
         return
     master = None if found is None else _master(found, part, values)
     values.pop("master", None)

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .._engines import is_traced
+from .storage import IN_GROUPS
 
 # columns that every optimizer has, before those of its rule
 COMMON = ("maximize", "max_grad_norm", "clip_eps", "ema_decay")
@@ -71,7 +73,7 @@ def read_group(optimizer: Any, i: int) -> GroupOptions:
                 tensors.append(TensorOption(len(numbers), number))
             # not 0, which for some means off
             numbers.append(1.0 if isinstance(number, Tensor) else number)
-    names = optimizer.all_options
+    names = (*optimizer.all_options, *IN_GROUPS)
     values = [*map(group.get, names)]
     return GroupOptions(names, values, numbers, tensors, any(map(_is_mutable, values)))
 
@@ -94,7 +96,7 @@ def read_again(optimizer: Any, i: int, before: GroupOptions) -> GroupOptions:
 def _is_mutable(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_is_mutable, value))
-    return not isinstance(value, (int, float, str, type(None)))
+    return not isinstance(value, (int, float, str, type(None), torch.dtype))
 
 
 def _numbers(name: str, option: Any, group: int, count: int) -> Iterable[float | Tensor]:

@@ -17,7 +17,7 @@ from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, comp
 from .._algorithm.step import GRAD, PARAM
 from .._engines.foreach.placed import decode
 from . import shards, watch
-from .layout import dense_strides, empty_like, laid_like, lies_like, row_strides
+from .layout import dense_strides, empty_like, laid_like, lies_like, real_numel, row_strides
 from .shards import local
 from .storage import (
     AS_PARAMETER,
@@ -66,11 +66,6 @@ class Update(NamedTuple):
     rule: Rule
     averages: bool = False
     storage: Storage = AS_PARAMETER
-
-    @property
-    def saves_step(self) -> bool:
-        """Whether the step count is part of the saved state: what is rounded by it depends on it."""
-        return self.rule.saves_step or self.storage.rounds_by_step
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +167,9 @@ class Row:
             memory.unsaved_steps[self.param] = self.step
         self.state.update(self.fresh)
         self.fresh = {}
+        for name in _MASTERS - {plane.name for plane in self.program.state_planes}:
+            # of a parameter that was of another dtype
+            self.state.pop(name, None)
         if self.state:
             memory.state.setdefault(self.param, self.state)
         if not self.checks:
@@ -227,7 +225,7 @@ def make_row(
     strides = () if not engine.BY_ADDRESS else row_strides(p) if program.is_row_major else dense_strides(p)
     # an average that comes in the middle of training does not start it over
     is_new = any(there[name] is None for name in names if name != EMA)
-    if update.saves_step:
+    if program.saves_step:
         # states without one come from where it need not be saved
         step = state.get("step", 0.0 if rule.saves_step or is_new or not names else 1.0)
     else:
@@ -254,7 +252,7 @@ def make_row(
         formats=formats,
         engine=engine,
         device=p.device,
-        numel=p.numel() * (2 if p.is_complex() else 1) if engine.BY_ADDRESS else 0,
+        numel=real_numel(p) if engine.BY_ADDRESS else 0,
         state=state,
         step=step,
         strides=strides,
@@ -275,7 +273,9 @@ def _stand_in(t: Tensor, strides: tuple[int, ...]) -> Tensor | None:
 
 @functools.cache
 def program_of(update: Update, spec: StepSpec, formats: tuple[Format, ...]) -> Program:
-    return compile_step(update.rule._replace(saves_step=update.saves_step), spec, update.averages, formats)
+    # what is rounded by the step depends on it
+    saves_step = update.rule.saves_step or any(format.rounds_by_step for format in formats)
+    return compile_step(update.rule._replace(saves_step=saves_step), spec, update.averages, formats)
 
 
 def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
@@ -304,6 +304,7 @@ def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
 
 # states that begin as a copy of their parameter; others begin with zeros
 _COPIES = (EMA, "master")
+_MASTERS = {"master", "master_rest"}
 
 
 def _made(

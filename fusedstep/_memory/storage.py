@@ -16,7 +16,10 @@ from .._algorithm.program import EMA, Rule
 from .._engines import is_plain
 from . import shards
 
-MASTERS = ("split", "split8", "float32")
+_REST_BITS = {"split": 16, "split8": 8}
+MASTERS = (*_REST_BITS, "float32")
+# what may stand in a group
+IN_GROUPS = ("state_dtype", "master")
 # tensors with fewer elements stay in float32 where 8 bits are asked for
 _SMALL = 4096
 
@@ -31,12 +34,6 @@ class Storage(NamedTuple):
     master: str | None = None
     draws: bool = False
     is_groups_own: bool = False
-
-    @property
-    def rounds_by_step(self) -> bool:
-        """Whether numbers are rounded otherwise at every step."""
-        dtypes = dict(self.state_dtype).values() if isinstance(self.state_dtype, tuple) else [self.state_dtype]
-        return self.draws or torch.int8 in dtypes
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         return dict(self.state_dtype).get(name) if isinstance(self.state_dtype, tuple) else self.state_dtype
@@ -63,16 +60,17 @@ def state_format(p: Tensor, rule: Rule, name: str, storage: Storage) -> Format:
     if name == EMA:
         # sixteen bits would lose what a step adds to it
         return Plain(torch.promote_types(real_dtype(p), torch.float32))
+    draws = storage.draws and not p.is_complex()
     if chosen is None:
-        return _plain(real_dtype(p), storage.draws)
+        return _plain(real_dtype(p), draws)
     if chosen == torch.int8:
         if why_not_int8(p, storage) is not None:
             return Plain(torch.promote_types(real_dtype(p), torch.float32))
         letters = {state: letter for letter, state in rule.states}
-        return Int8(letters[name] not in rule.nonnegative, storage.draws)
+        return Int8(letters[name] not in rule.nonnegative, draws)
     if p.is_complex() and chosen == torch.bfloat16:
         raise ValueError("there is no complex bfloat16; use state_dtype=torch.float32 for complex parameters")
-    return _plain(chosen, storage.draws)
+    return _plain(chosen, draws)
 
 
 def why_not_int8(p: Tensor, storage: Storage) -> str | None:
@@ -83,6 +81,8 @@ def why_not_int8(p: Tensor, storage: Storage) -> str | None:
         return "sharded otherwise than along dimension 0"
     if shards.is_cut(p) and _row_length(p) % BLOCK:
         return f"sharded, and its rows are not multiples of {BLOCK} elements"
+    if p.device.type == "mps":
+        return "on mps, where there is no float64 to round by the step with"
     if p.is_complex() or not is_plain(shards.local(p)) or real_dtype(p) == torch.float64:
         return "not a plain tensor of real numbers of 32 or 16 bits"
     return None
@@ -93,7 +93,7 @@ def param_format(p: Tensor, storage: Storage, owner: str) -> Format:
     dtype, master = real_dtype(p), storage.master
     if master is None or dtype.itemsize > 2:
         # one of 32 bits is its own master
-        return _plain(dtype, storage.draws)
+        return _plain(dtype, storage.draws and not p.is_complex())
     if p.is_complex() or not is_plain(shards.local(p)):
         raise RuntimeError(
             f"{owner} cannot keep a master of a parameter that is a {type(p).__name__} of {p.dtype}; give it a "
@@ -106,7 +106,7 @@ def param_format(p: Tensor, storage: Storage, owner: str) -> Format:
             f"{owner} found a parameter of {dtype} and master={master!r}, which is for bfloat16; use "
             'master="float32"'
         )
-    return Split(16 if master == "split" else 8)
+    return Split(_REST_BITS[master])
 
 
 def _plain(dtype: torch.dtype, draws: bool) -> Plain:
@@ -121,7 +121,7 @@ _RESTS = {torch.int16: 16, torch.int8: 8}
 def found_format(name: str, state: Mapping[str, Any], draws: bool) -> Format | None:
     """Of a state that is there; None if it is not."""
     if isinstance(state.get(name), Tensor):
-        return _plain(real_dtype(state[name]), draws and name != EMA)
+        return _plain(real_dtype(state[name]), draws and name != EMA and not state[name].is_complex())
     for is_signed in (True, False):
         codes = Int8(is_signed).planes(name)[0]
         if isinstance(state.get(codes.name), Tensor) and state[codes.name].dtype == codes.dtype:

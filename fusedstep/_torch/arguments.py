@@ -26,8 +26,6 @@ from .._memory.storage import MASTERS
 
 STATE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8)
 ROUNDINGS = ("nearest", "stochastic")
-# arguments for the whole optimizer that may also stand in a group
-STORAGE_IN_GROUPS = ("state_dtype", "master")
 
 
 class Argument(NamedTuple):

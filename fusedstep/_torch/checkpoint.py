@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
 from .._memory.convert import convert, expand, state_names
-from .._memory.row import Update
-from .arguments import STORAGE_IN_GROUPS, check_flags
+from .._memory.storage import IN_GROUPS
+from .arguments import check_flags
 
 _WAYS = ("foreach", "capturable", "differentiable", "fused")
 _TORCH_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay", *_WAYS)
@@ -40,7 +40,7 @@ def _complete(optimizer: Any, saved: dict[str, Any], group: dict[str, Any]) -> N
     """Give a saved group what it lacks, or raise if that is what no other optimizer can tell."""
     check_flags(saved)
     arguments = optimizer.arguments
-    for name in STORAGE_IN_GROUPS:
+    for name in IN_GROUPS:
         # how states are stored is what was chosen here
         saved.pop(name, None)
     # what takes a keyword is ours alone, and torch's flags came later than its classes
@@ -72,24 +72,26 @@ def _boxed(optimizer: Any, values: Any, count: Any) -> Any:
 def unpack(optimizer: Any) -> None:
     """Take loaded states out of their boxes, in place."""
     updates = {p: optimizer.update_of(group) for group in optimizer.param_groups for p in group["params"]}
-    for p, values in optimizer.state.items():
-        if isinstance(values, dict):
-            _unpack(p, values, updates.get(p), type(optimizer).__name__)
+    states = {p: values for p, values in optimizer.state.items() if isinstance(values, dict)}
+    # all of them before any is converted, which may raise
+    loaded = {p: _taken_out(p, values) for p, values in states.items()}
+    for p, values in states.items():
+        # a state that belongs to no parameter is kept as it is
+        if loaded[p] and p in updates:
+            convert(p, values, updates[p], type(optimizer).__name__)
 
 
-def _unpack(p: Any, values: dict[str, Any], update: Update | None, owner: str) -> None:
+def _taken_out(p: Any, values: dict[str, Any]) -> bool:
+    """Take what is in boxes out of them; whether there was any."""
     # what was in no box came with a whole optimizer, perhaps in memory that processes share
     loaded = [name for name, value in values.items() if isinstance(value, _Box)]
     for name in loaded:
-        values[name] = values[name].tensor
-    if not isinstance(p, Tensor) or update is None:  # a state that belongs to no parameter is kept as it is
-        return
-    if "step" in values and ("step" in loaded or not isinstance(values["step"], Tensor)):
+        tensor = values[name].tensor
+        values[name] = tensor if name == "step" or not isinstance(p, Tensor) else tensor.to(p.device)
+    is_count = isinstance(p, Tensor) and "step" in values
+    if is_count and ("step" in loaded or not isinstance(values["step"], Tensor)):
         values["step"] = _count(values["step"])
-    for name in (name for name in loaded if name != "step"):
-        values[name] = values[name].to(p.device)
-    if loaded:
-        convert(p, values, update, owner)
+    return bool(loaded)
 
 
 def _count(value: Any) -> Tensor:
@@ -110,5 +112,5 @@ def expanded(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     for key, p in zip(keys, params, strict=True):
         if isinstance(states.get(key), dict):
             expand(p, states[key], names)
-    groups = [{k: v for k, v in g.items() if k not in STORAGE_IN_GROUPS} for g in state_dict["param_groups"]]
+    groups = [{k: v for k, v in g.items() if k not in IN_GROUPS} for g in state_dict["param_groups"]]
     return {**state_dict, "state": states, "param_groups": groups}

@@ -27,10 +27,9 @@ from .._memory.shards import (
     on_several_meshes,
     ranks_of,
 )
-from .._memory.storage import Storage
+from .._memory.storage import IN_GROUPS, Storage
 from .._memory.table import CLIP_SCOPES
 from .arguments import (
-    STORAGE_IN_GROUPS,
     as_master,
     as_rounding,
     as_seed,
@@ -128,15 +127,19 @@ class Optimizer(Declaration, Saving, torch.optim.Optimizer):
     @state_dtype.setter
     def state_dtype(self, value: Any) -> None:
         self._state_dtype = as_state_dtype(value, state_names(self.rules)[:-1])
-        # for states that will be made; the others stay what they are
-        self._plan = None
 
     def storage_of(self, group: dict[str, Any]) -> Storage:
         chosen, is_own = self._state_dtype, "state_dtype" in group
         if is_own:
             chosen = as_state_dtype(group["state_dtype"], state_names(self.rules)[:-1])
         dtypes = tuple(chosen.items()) if isinstance(chosen, dict) else chosen
-        return Storage(dtypes, group.get("master", self.master), self.rounding == "stochastic", is_own)
+        master = as_master(group.get("master", self.master))
+        return Storage(dtypes, master, self.rounding == "stochastic", is_own)
+
+    @property
+    def storage_key(self) -> tuple:
+        """What a plan is made anew for; states that are there stay as they are."""
+        return self._state_dtype, self.master, self.rounding, self.seed
 
     @staticmethod
     def profile_hook_step(func: Callable) -> Callable:
@@ -352,7 +355,7 @@ class Optimizer(Declaration, Saving, torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.refuse("add_param_group")
         if isinstance(param_group, dict):
-            whole = {n for n, a in self.arguments.items() if a.for_all and n not in STORAGE_IN_GROUPS}
+            whole = {n for n, a in self.arguments.items() if a.for_all and n not in IN_GROUPS}
             for name in param_group.keys() & whole:
                 raise ValueError(
                     f"{name} holds for the whole optimizer; pass it beside the groups, not in one, and to "

@@ -260,7 +260,7 @@ def of_tensor(p: Tensor, update: Update, owner: str) -> Bytes:
         return Bytes(local(p).numel() * p.itemsize)
     program, masters = stored(p, update, owner)
     param, grad, *others = (_size(plane, p) for plane in program.planes)
-    count = _get_scalar_dtype().itemsize if update.saves_step else 0
+    count = _get_scalar_dtype().itemsize if program.saves_step else 0
     # as the rows of a plan want it
     strides = row_strides(p) if program.is_row_major else dense_strides(p)
     stand_ins = 0 if lies_like(p, strides) else param + grad

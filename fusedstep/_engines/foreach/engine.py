@@ -225,9 +225,7 @@ class Executable:
             if row not in resolved:
                 scalars = [] if columns is None else columns.take(table, sweep, [row], dtype)
                 resolved[row] = Resolved(sweep, scalars, dtype, set(), self._is_host)
-            elements = run_piece(resolved[row], piece, program, skip, sweep.clears)
-            kinds = [kind for kind, _ in resolved[row].folds]
-            yield [row], [_folded(kind, [x], plain=True) for kind, x in zip(kinds, elements, strict=True)]
+            yield [row], run_piece(resolved[row], piece, program, skip, sweep.clears, _folded)
 
     def _put(self, bucket: Any, fold: int, kind: str, terms: dict[int, list[Tensor]]) -> None:
         """Sums of every row of a bucket, 0 where it has no gradient."""

@@ -119,8 +119,10 @@ def _cut(whole: Piece, planes: Sequence[Plane], limit: int) -> Iterator[Piece]:
         yield Piece([*tensors], tensors[0].numel(), whole.first + k * length, draws)
 
 
-def run(resolved: Resolved, piece: Piece, program: Program, skip: Tensor | None, clears: bool) -> list[Tensor]:
-    """A sweep over one piece; returns the elements that are to be folded."""
+def run(
+    resolved: Resolved, piece: Piece, program: Program, skip: Tensor | None, clears: bool, fold: Callable
+) -> list[list[Tensor]]:
+    """A sweep over one piece; returns what `fold` makes of what it sums."""
     planes, dtype = program.planes, program.compute_dtype
     loaded = {place: [piece.load(place, planes[place], dtype)] for _, place in resolved.loads}
     values = resolved.run_one(loaded, piece.word)
@@ -130,10 +132,11 @@ def run(resolved: Resolved, piece: Piece, program: Program, skip: Tensor | None,
         return of[x][0] if isinstance(x, Operation) else x
 
     like = piece.tensors[0]
-    folded = [
-        x.reshape(-1)[: piece.numel] if isinstance(x, Tensor) else torch.full_like(like, x, dtype=dtype)
-        for x in (result(x) for _, x in resolved.folds)
-    ]
+    # before anything is stored: what is summed may be what was loaded
+    folded = []
+    for kind, x in ((kind, result(x)) for kind, x in resolved.folds):
+        x = x.reshape(-1)[: piece.numel] if isinstance(x, Tensor) else torch.full_like(like, x, dtype=dtype)
+        folded.append(fold(kind, [x], plain=True))
     for place, x in resolved.stores:
         # gradients are cleared whether or not the step is taken
         piece.store(place, result(x), None if place == GRAD and clears else skip)

@@ -201,7 +201,7 @@ def on_lists(op: str, kinds: str, free: tuple[bool, ...], dtype: torch.dtype, is
         return _foreach(op, free[0])
     if op == "fma" and kinds[0] != "b" and kinds[1] == "l" and kinds[2] != "b":
         return _list_fma(kinds, free, is_host)
-    # random bits take no list, and are drawn for one tensor at a time
+    # random bits take none: they are drawn for one tensor at a time, in another way
     count_at = next((i for i, kind in enumerate(kinds) if kind in "lNTb"), 0)
 
     def one_by_one(*args: Any) -> list[Tensor]:
