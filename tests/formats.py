@@ -47,7 +47,7 @@ def levels(x, exponent, signed):
 
 def turn(step):
     """What a hash takes in of the step."""
-    part = step * 0.6180339887498949
+    part = step * (0x9E3779B9 / 2**32)
     part -= np.round(part)
     part *= part * 1e6
     return int(np.round((part - np.round(part)) * 4094)) << 20

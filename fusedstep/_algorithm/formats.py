@@ -261,7 +261,8 @@ def turn_of(step):
     """A multiple of 2**20 between -2**31 and 2**31, at every step as if drawn anew. Taken in turn it would not
     do: after a number has changed, it would change again too soon.
     """
-    part = _fraction(step * 0.6180339887498949)
+    # the golden ratio in 32 bits: products with steps are exact, whether or not a compiler adds in the same go
+    part = _fraction(step * (0x9E3779B9 / 2**32))
     return _nearest(_fraction(part * part * 1e6) * 4094.0) * 2.0**20
 
 
