@@ -255,8 +255,11 @@ def test_a_checkpoint_of_torchs_is_loaded(tmp_path):
         torch.testing.assert_close(p.float(), q.detach(), rtol=2.0**-6, atol=1e-2)
 
 
-@pytest.mark.parametrize("second", SETTINGS)
-@pytest.mark.parametrize("first", SETTINGS)
+# every one to every third of the others: each kind of change is among them several times
+CHANGES = [(a, b) for i, a in enumerate(SETTINGS) for k, b in enumerate(SETTINGS) if (i + k) % 3 == 0]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_settings_may_change_between_saving_and_loading(first, second):
     params, optimizer = made(ADAMW, **SETTINGS[first])
     run(optimizer, params, gradients(3))
