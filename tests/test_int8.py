@@ -241,10 +241,10 @@ def test_the_gpu_gives_the_codes_of_the_cpu(case):
     theirs, b = made(case, [t.cuda() for t in start], "triton")
     run(a, ours, grads)
     run(b, theirs, grads)
-    for p, q in zip(ours, theirs, strict=True):
+    for p, q, before in zip(ours, theirs, start, strict=True):
         # its division and root are not the most precise ones; and a number that is another in its last bit has
         # another hash, by which it may be rounded the other way
-        assert (p - q.cpu()).abs().mean() < 0.2 * case.options["lr"]
+        assert (p - q.cpu()).abs().mean() < 0.15 * (p - before).abs().mean()
         if not case.sums and case.rule.update.__name__ in ("adamw", "amsgradw", "momentum"):
             # states that no division goes into
             assert all(torch.equal(value, b.state[q][name].cpu()) for name, value in a.state[p].items())

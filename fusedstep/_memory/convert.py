@@ -14,7 +14,7 @@ from .._engines.foreach.placed import decode, encode
 from . import shards
 from .row import Update
 from .shards import local
-from .storage import found_format, found_master, param_format, plane_shape, state_format
+from .storage import AS_PARAMETER, found_format, found_master, param_format, plane_shape, state_format
 
 
 def state_names(rules: Iterable[Rule]) -> list[str]:
@@ -25,6 +25,9 @@ def state_names(rules: Iterable[Rule]) -> list[str]:
 @torch.no_grad()
 def convert(p: Tensor, values: dict[str, Any], update: Update, owner: str) -> None:
     """Have states of a parameter stored as they are asked for, in place."""
+    if update.storage == AS_PARAMETER and _has_its_dtype(p, values):
+        # most checkpoints: not worth asking more
+        return
     for name in state_names([update.rule]):
         found = found_format(name, values, draws=False)
         # what does not fit is left for the next step, which says so
@@ -45,6 +48,14 @@ def expand(p: Tensor, values: dict[str, Any], names: Iterable[str]) -> None:
         _convert_master(p, values, Copied(local(p).dtype))
     # of a parameter that was of 16 bits once
     values.pop("master_rest", None)
+
+
+def _has_its_dtype(p: Tensor, values: dict[str, Any]) -> bool:
+    """Whether all states of a parameter are of its dtype, which no part of another format is."""
+    dtype = p.dtype
+    return "master" not in values and all(
+        name == "step" or (isinstance(value, Tensor) and value.dtype == dtype) for name, value in values.items()
+    )
 
 
 def _fits(p: Tensor, values: dict[str, Any], planes: Iterable[Plane]) -> bool:

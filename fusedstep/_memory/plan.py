@@ -66,7 +66,7 @@ class Plan:
         self.updates = [*map(optimizer.update_of, groups)]
         self._options = [read_group(optimizer, i) for i in range(len(groups))]
         self.spec, self._watched, self._norm_group = spec, is_watched(), optimizer.norm_group
-        self._storage_key = optimizer.storage_key
+        self._storage = optimizer.storage
         self._settings = optimizer.settings._replace(spec=spec._replace(clips=self._clips()))
         if self._norm_group is not None:
             shards.check_counted_once(self._norm_group, params, self._settings.owner)
@@ -130,7 +130,7 @@ class Plan:
         """Bring everything up to date; False if another plan is needed."""
         if spec != self.spec or is_watched() != self._watched or optimizer.norm_group is not self._norm_group:
             return False
-        if optimizer.storage_key != self._storage_key:
+        if optimizer.storage is not self._storage or optimizer.seed != self._settings.seed:
             return False
         return (
             self._has_members(optimizer.param_groups)

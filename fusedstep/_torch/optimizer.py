@@ -17,7 +17,6 @@ from .. import _engines
 from .._algorithm.program import EMA, NORM_TYPES, StepSpec
 from .._engines import Amp
 from .._memory.capture import Capture, Group
-from .._memory.convert import state_names
 from .._memory.plan import Plan, names_in
 from .._memory.row import Settings
 from .._memory.shards import (
@@ -27,22 +26,16 @@ from .._memory.shards import (
     on_several_meshes,
     ranks_of,
 )
-from .._memory.storage import IN_GROUPS, Storage
+from .._memory.storage import AS_PARAMETER, IN_GROUPS
 from .._memory.table import CLIP_SCOPES
-from .arguments import (
-    as_master,
-    as_rounding,
-    as_seed,
-    as_skip,
-    as_state_dtype,
-    with_tuples,
-)
+from .arguments import as_seed, as_skip, with_tuples
 from .declaration import Declaration
 from .saving import Saving
 from .statistics import Statistics, collected
+from .storing import Storing
 
 
-class Optimizer(Declaration, Saving, torch.optim.Optimizer):
+class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
     """Base of all optimizers here; a subclass declares its arguments and its rules."""
 
     def _setup(self, params: Any, **defaults: Any) -> None:
@@ -70,8 +63,9 @@ class Optimizer(Declaration, Saving, torch.optim.Optimizer):
         if whole["norm_group"] is not None:
             check_group(whole["norm_group"], clip_scope)
         self.engine, self.clip_scope = engine, clip_scope
-        self.state_dtype, self.master = whole["state_dtype"], as_master(whole["master"])
-        self.rounding, self.seed = as_rounding(whole["rounding"]), as_seed(whole["seed"])
+        self.storage = AS_PARAMETER
+        self.state_dtype, self.master, self.rounding = (whole[n] for n in ("state_dtype", "master", "rounding"))
+        self.seed = as_seed(whole["seed"])
         self.norm_type, self.norm_group = float(whole["norm_type"]), whole["norm_group"]
         # as torch has it: the constructor's word alone, whatever groups and checkpoints say
         fused = defaults.get("fused")
@@ -112,34 +106,6 @@ class Optimizer(Declaration, Saving, torch.optim.Optimizer):
             norm_ranks=None if self.norm_group is None else ranks_of(self.norm_group),
             seed=self.seed,
         )
-
-    @property  # type: ignore[misc]  # also the name of an argument
-    def state_dtype(self) -> Any:
-        """The dtype of states, or those of some by name, as understood; a group may have its own.
-
-        >>> import torch, fusedstep
-        >>> p = torch.nn.Parameter(torch.ones(2))
-        >>> fusedstep.AdamW([p], state_dtype={"exp_avg": "int8"}).state_dtype
-        {'exp_avg': torch.int8}
-        """
-        return self._state_dtype
-
-    @state_dtype.setter
-    def state_dtype(self, value: Any) -> None:
-        self._state_dtype = as_state_dtype(value, state_names(self.rules)[:-1])
-
-    def storage_of(self, group: dict[str, Any]) -> Storage:
-        chosen, is_own = self._state_dtype, "state_dtype" in group
-        if is_own:
-            chosen = as_state_dtype(group["state_dtype"], state_names(self.rules)[:-1])
-        dtypes = tuple(chosen.items()) if isinstance(chosen, dict) else chosen
-        master = as_master(group.get("master", self.master))
-        return Storage(dtypes, master, self.rounding == "stochastic", is_own)
-
-    @property
-    def storage_key(self) -> tuple:
-        """What a plan is made anew for; states that are there stay as they are."""
-        return self._state_dtype, self.master, self.rounding, self.seed
 
     @staticmethod
     def profile_hook_step(func: Callable) -> Callable:
@@ -366,10 +332,9 @@ class Optimizer(Declaration, Saving, torch.optim.Optimizer):
             param_group.update(with_tuples(param_group) | lists)
             self._check({**self.defaults, **param_group})
             if "state_dtype" in param_group:
-                known = state_names(self.rules)[:-1]
-                param_group["state_dtype"] = as_state_dtype(param_group["state_dtype"], known)
-            if "master" in param_group:
-                as_master(param_group["master"])
+                # what was understood is shown
+                param_group["state_dtype"] = self.understood_dtypes(param_group["state_dtype"])
+            self.storage_of(param_group)
         super().add_param_group(param_group)
         if any(map(is_flat, self.param_groups[-1]["params"])):
             # FSDP1's ShardedGradScaler has ranks agree on infinities only where it unscales gradients itself

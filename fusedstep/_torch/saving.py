@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .._memory.shards import UnpicklableGroup
+from .._memory.storage import AS_PARAMETER, Storage
 from .checkpoint import expanded, loadable, unpack
 
 
@@ -20,7 +21,8 @@ class Saving(torch.optim.Optimizer):
     _refuse_averages: Any
     norm_group: Any
     arguments: Any
-    state_dtype: Any
+    storage: Storage
+    seed: int
     unsaved_steps: Any
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -46,11 +48,10 @@ class Saving(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name in ("master", "rounding", "seed"):
-            # pickles from before there were masters have none
-            vars(self).setdefault(name, self.arguments[name].default)
-        if "state_dtype" in vars(self):
-            self.state_dtype = vars(self).pop("state_dtype")
+        # a checkpoint that is loaded says nothing of them, and a pickle from before there were masters not all
+        self.storage, self.seed = vars(self).get("storage", AS_PARAMETER), vars(self).get("seed", 0)
+        for name in vars(self).keys() & {"state_dtype", "master", "rounding"}:
+            setattr(self, name, vars(self).pop(name))
         if isinstance(self.norm_group, UnpicklableGroup):
             self.norm_group = self.norm_group.group
         if "_unscales" not in vars(self):
