@@ -31,7 +31,7 @@ STEPS, STRESS_STEPS, SEEDS, TAIL, PROCESSES = 1500, 5000, 5, 100, 12
 # losses that are kept as one
 MEAN_OF = 10
 _ADAMW = {"lr": 2e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
-_SGD = {"lr": 0.3, "momentum": 0.9}
+_SGD = {"lr": 0.05, "momentum": 0.9}
 _INT8 = {"state_dtype": "int8"}
 
 
@@ -56,6 +56,10 @@ SETTINGS = [
     Setting("int8 + split", {**_ADAMW, **_INT8, "master": "split"}),
     Setting("int8 + split, stochastic", {**_ADAMW, **_INT8, "master": "split", "rounding": "stochastic"}),
     Setting("bfloat16 states + split", {**_ADAMW, "state_dtype": "bfloat16", "master": "split"}),
+    Setting(
+        "bfloat16 states + split, stochastic",
+        {**_ADAMW, "state_dtype": "bfloat16", "master": "split", "rounding": "stochastic"},
+    ),
     Setting("float32 states + split", {**_ADAMW, "state_dtype": "float32", "master": "split"}),
     Setting("bfloat16, stochastic, no master", {**_ADAMW, "rounding": "stochastic"}),
     Setting("bfloat16, no master", _ADAMW),
@@ -146,11 +150,15 @@ def _job(setting_and_seed: tuple[int, int]) -> tuple[str, int, list[float]]:
     return setting.name, seed, losses_of(setting, seed, device)
 
 
-def run(file: str) -> None:
-    jobs = [(i, s) for i, setting in enumerate(SETTINGS) for s in range(1 if setting.is_stressed else SEEDS)]
+def run(file: str, part: str = "") -> None:
+    """Settings with this part in their names; what the file has of others stays."""
+    chosen = [i for i, setting in enumerate(SETTINGS) if part in setting.name]
+    jobs = [(i, s) for i in chosen for s in range(1 if SETTINGS[i].is_stressed else SEEDS)]
     # the longest first
     jobs.sort(key=lambda job: -SETTINGS[job[0]].steps)
     found: dict[str, dict[str, list[float]]] = {}
+    if part and Path(file).exists():
+        found = json.loads(Path(file).read_text())["losses"]
     with get_context("spawn").Pool(PROCESSES) as pool:
         for name, seed, losses in pool.imap_unordered(_job, jobs):
             means = [statistics.mean(losses[i : i + MEAN_OF]) for i in range(0, len(losses), MEAN_OF)]

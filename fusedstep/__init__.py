@@ -10,6 +10,7 @@
 from . import functional
 from .amp import GradScaler
 from .optimizers import SGD, Adam, AdamW, BertAdam, Lamb
+from .rules import Optimizer
 
-__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "GradScaler", "Lamb", "functional"]
+__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "GradScaler", "Lamb", "Optimizer", "functional"]
 __version__ = "0.1.0"

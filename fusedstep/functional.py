@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ._algorithm.program import NORM_TYPES
-from ._algorithm.rules import ADAMW, AMSGRADW, SCALED
 from ._algorithm.step import StepSpec
 from ._engines import NAMES as NAMES_OF_ENGINES
 from ._memory.call import Job, Lists, call
@@ -20,10 +19,20 @@ from ._memory.options import COMMON
 from ._memory.row import Settings, Update
 from ._memory.shards import local
 from ._memory.storage import real_dtype
+from .optimizers.adam import adamw, adamw_amsgrad
+from .rules import rule
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_OPTIONS = dict.fromkeys(COMMON, 0.0)
 _ADAMW_OPTIONS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+_NOT_CORRECTED = {"corrected_decay": 0.0, "peak_lr": 1.0}
+
+
+@rule()
+def _scaled(p, g):
+    """Gradients clipped in place: `p` is the gradient itself."""
+    return (g,)
+
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -148,10 +157,11 @@ def _adamw(
     maximize: bool,
     engine: str | None,
 ) -> None:
-    rule, lists = (AMSGRADW, lists) if amsgrad else (ADAMW, lists[:4])
+    update, lists = (adamw_amsgrad, lists) if amsgrad else (adamw, lists[:4])
     # float32, as the operator on Ascend computes its scalars
     settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
     options = _NO_OPTIONS | {"maximize": float(maximize)} | dict(zip(_ADAMW_OPTIONS, values, strict=True))
+    options |= _NOT_CORRECTED
     ends = [*lists[0][:1], *lists[0][-1:]]
     places = [t.data_ptr() for t in ends if isinstance(t, Tensor) and t.layout == torch.strided]
     key = (amsgrad, engine, len(lists[0]), *places)
@@ -160,7 +170,7 @@ def _adamw(
         _check_adamw(lists, names)
         _check_step(step, lists[0])
 
-    call(key, lists, Job(Update(rule), settings, options), step, check)
+    call(key, lists, Job(Update(update), settings, options), step, check)
 
 
 def clip_grad_norm_(
@@ -230,7 +240,7 @@ def _clip(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clip them, in place; the norm before."""
     settings = Settings("functional.clip_grad_norm_", counts=False, spec=StepSpec(norm_type, clips=True))
     options = {**_NO_OPTIONS, "max_grad_norm": float(max_norm), "clip_eps": 1e-6}
-    key, job = ("clip", norm_type, len(grads), grads[0].shape), Job(Update(SCALED), settings, options)
+    key, job = ("clip", norm_type, len(grads), grads[0].shape), Job(Update(_scaled), settings, options)
     tables = call(key, (grads, grads), job, _on_host(1.0), lambda: None)
     measured = torch.cat([table.sums[0].to(tables[0].device) for table in tables])
     return torch.sqrt(measured.sum()) if norm_type == 2 else measured.amax()

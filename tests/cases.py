@@ -26,7 +26,7 @@ class Case(NamedTuple):
     @property
     def rule(self) -> Rule:
         optimizer = self.ours([torch.nn.Parameter(torch.empty(0))], **self.options)
-        return optimizer.rule(optimizer.param_groups[0])
+        return optimizer.rule_of(optimizer.param_groups[0])
 
     @property
     def sums(self) -> bool:

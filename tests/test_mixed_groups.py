@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fusedstep
-from fusedstep._algorithm.rules import LAMB
-from fusedstep._algorithm.rules import SGD as PLAIN_SGD
+from fusedstep.optimizers.lamb import lamb as LAMB
+from fusedstep.optimizers.sgd import plain_sgd as PLAIN_SGD
 from fusedstep._torch.arguments import keyword
 
 SHAPES = ((4, 3), (5,), (40,), (2, 2))
@@ -264,7 +264,7 @@ class LambOrSGD(fusedstep.Lamb):
     plain: bool = keyword(default=False, kw_only=True)
     rules = (LAMB, PLAIN_SGD)
 
-    def rule(self, group):
+    def rule_of(self, group):
         return PLAIN_SGD if group["plain"] else LAMB
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from .code import Code, Leaf, linear, reachable
 from .language import Value
-from .step import GRAD, Graph, StepSpec
+from .step import GRAD, OF_TENSOR, Graph, StepSpec
 
 # exact on any precision, so they need not be done in float64: a condition is no column of numbers
 _EXACT = ("neg", "lt", "le", "gt", "ge", "eq", "ne", "constant")
-_NOT_OPTIONS = ("step", "scale", "found_inf")
+_NOT_OPTIONS = (*OF_TENSOR, "scale", "found_inf")
 
 
 class Cut:
@@ -25,7 +25,8 @@ class Cut:
     def __init__(self, graph: Graph, spec: StepSpec, lossy: frozenset[int], count: int) -> None:
         """`lossy` are places of planes that do not give back what was stored, among the `count` of a row."""
         self._count = count
-        roots = [*graph.stores.values(), *graph.folds.values(), graph.skip]
+        self._kept_once = [*graph.kept, *graph.of_group.values()]
+        roots = [*graph.stores.values(), *graph.folds.values(), graph.skip, *self._kept_once]
         # columns are in the order of the graph, however it is cut: programs may then share their scalars
         self._order = {value: i for i, value in enumerate(reachable(roots))}
         # those that all programs of an optimizer have come first: their sums are added up over all of them
@@ -35,7 +36,8 @@ class Cut:
         self.decision = int(spec.measures_first)
         self._stores = {place: value for place, value in graph.stores.items() if place != GRAD}
         levels = {place: max(value.level, self.decision) for place, value in self._stores.items()}
-        self.last = max([*levels.values(), *(fold.args[0].level for fold in self._folds)])
+        kept_levels = (value.level for value in self._kept_once)
+        self.last = max([*levels.values(), *(fold.args[0].level for fold in self._folds), *kept_levels])
         self._store_in = {place: self.last if place in lossy else level for place, level in levels.items()}
         while conflicts := self._needed_again():
             self._store_in |= dict.fromkeys(conflicts, self.last)
@@ -59,7 +61,7 @@ class Cut:
 
     def _later_folds(self, named: set[Value]) -> dict[Value, int]:
         """Sums that can wait for the sweep just before they are needed: it loads what they are made of."""
-        needed_in: dict[Value, int] = {}
+        needed_in = dict.fromkeys(reachable(self._kept_once, "fold"), self.last)
         for k in reversed(range(self.last + 1)):
             columns = [what for kind, what in self._code(k).leaves if kind == "column"]
             needed_in |= dict.fromkeys(reachable(columns, "fold"), k)
@@ -110,6 +112,8 @@ def uniform_code(roots: Iterable[Value], fold_rows: dict[Value, int]) -> Code:
         if value.op == "given":
             name = value.args[0]
             return (name, "") if name in _NOT_OPTIONS else ("option", name)
+        if value.op == "kept":
+            return "kept", value.args[0]
         if value.op == "fold":
             return "fold", fold_rows[value]
         if value.op in ("clip_total", "all_total"):

@@ -232,6 +232,11 @@ def over_all(fold):
     return fold if _known(fold) else Value("all_total", fold)
 
 
+def total_over_all(a):
+    """The sum of `a` over all elements of all tensors of the optimizer."""
+    return over_all(total(a))
+
+
 def report(name, a):
     """`a` itself, which `statistics()` tells by this name."""
     return a if _known(a) else Value("report", a, name)
@@ -247,3 +252,8 @@ def plane(place: int) -> Value:
 def given(name: str) -> Value:
     """What is the same for all elements of a tensor: the step count, an option, the scale of gradients."""
     return Value("given", name)
+
+
+def kept(place: int) -> Value:
+    """What is kept once for a tensor, from step to step."""
+    return Value("kept", place)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,31 +19,40 @@ from .code import Instruction, reachable
 from .cut import Cut, uniform_code
 from .formats import Format, Plain, Plane, compute_dtype
 from .language import Value
-from .step import GRAD, ONLY_UPDATE, PARAM, StepSpec, Stored, keywords, trace_step
+from .step import GRAD, OF_TENSOR, ONLY_UPDATE, PARAM, StepSpec, Stored, keywords, trace_step
 
 # the state that holds a moving average of the parameter
 EMA = "ema"
+# names that mean something else in a state or group
+_TAKEN = (*OF_TENSOR, EMA, "params", "master", "master_rest")
 # of gradients
 NORM_TYPES = (2.0, float("inf"))
 
 
 class Rule(NamedTuple):
-    """An update, and the names of its states by their letters.
+    """An update, and the names of its states by the names of its arguments.
 
     `saves_step` says whether the step count is part of the saved state. Where it is not, the rule may ask only
-    whether this is the first step, and after loading a checkpoint it is not. `nonnegative` are the letters of
-    states that are never below 0.
+    whether this is the first step, and after loading a checkpoint it is not. `nonnegative` are the arguments
+    for states that are never below 0. `scalars` are kept once for each tensor, beside its states, and
+    `group_scalars` once for each group, among its options.
     """
 
     update: Callable
     states: Any
     saves_step: bool = True
     nonnegative: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    group_scalars: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The update of plain numbers."""
+        return self.update(*args, **options)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What the update takes by keyword, but for the step count."""
-        return tuple(name for name in keywords(self.update) if name != "step")
+        """What the update takes from groups, by name."""
+        return tuple(name for name in keywords(self.update) if name not in OF_TENSOR) + self.group_scalars
 
     @property
     def needs_sums(self) -> bool:
@@ -51,18 +61,34 @@ class Rule(NamedTuple):
 
 
 def make_rule(
-    update: Callable, states: Mapping[str, str], saves_step: bool = True, nonnegative: tuple[str, ...] = ()
+    update: Callable,
+    states: Mapping[str, str],
+    saves_step: bool = True,
+    nonnegative: tuple[str, ...] = (),
+    scalars: Mapping[str, str] = MappingProxyType({}),
+    group_scalars: Mapping[str, str] = MappingProxyType({}),
 ) -> Rule:
-    """A rule whose arguments were checked against its states."""
+    """A rule whose arguments were checked against what it keeps."""
     parameters = inspect.signature(update).parameters.values()
     found = [a.name for a in parameters if a.kind != a.KEYWORD_ONLY]
-    expected = ["p", "g", *states]
+    kept = {**states, **scalars, **group_scalars}
+    expected = ["p", "g", *kept]
     if found != expected:
         raise TypeError(
-            f"rule {update.__name__!r} takes {found} by position, and has the states {dict(states)}; take the "
-            f"parameter, its gradient and the states, {expected}, and options after a `*`"
+            f"rule {update.__name__!r} takes {found} by position, and keeps {kept}; take the parameter, its "
+            f"gradient and what is kept, {expected}, and options after a `*`"
         )
-    return Rule(update, tuple(states.items()), saves_step, nonnegative)
+    unknown = [name for name in nonnegative if name not in states]
+    if unknown:
+        raise TypeError(f"rule {update.__name__!r} has no state {unknown}; its states are {[*states]}")
+    names = [*kept.values()]
+    taken = sorted({name for name in names if names.count(name) > 1 or name in _TAKEN})
+    if taken:
+        raise TypeError(
+            f"rule {update.__name__!r} keeps {taken}; give each a name of its own, and none of {_TAKEN}"
+        )
+    kept_once = tuple(scalars.values()), tuple(group_scalars.values())
+    return Rule(update, tuple(states.items()), saves_step, tuple(nonnegative), *kept_once)
 
 
 class Fold(NamedTuple):
@@ -76,7 +102,8 @@ class Scalars(NamedTuple):
     """What is computed for each tensor before a sweep.
 
     Values are the `inputs`, then the results of `code`. Those of `columns` go to the table of scalars, from
-    `first_column` on. The one before the first sweep that writes also decides whether the step is skipped.
+    `first_column` on. The one before the first sweep that writes also decides whether the step is skipped, and
+    the one before the last has what is `kept` once for each tensor.
     """
 
     inputs: tuple[tuple[str, str | int], ...]
@@ -84,6 +111,7 @@ class Scalars(NamedTuple):
     columns: tuple[int | float, ...]
     first_column: int
     skip: int | float | None
+    kept: tuple[int | float, ...] = ()
 
 
 class Sweep(NamedTuple):
@@ -116,10 +144,34 @@ class Program(NamedTuple):
     fold_names: tuple[tuple[str, int], ...]
     report_columns: tuple[tuple[str, int], ...]
     saves_step: bool
+    # what is kept once for each tensor, and columns of the table of scalars that groups keep
+    scalars: tuple[str, ...] = ()
+    group_columns: tuple[tuple[str, int], ...] = ()
 
     @property
     def fold_count(self) -> int:
         return self.sweeps[-1].first_fold + len(self.sweeps[-1].folds)
+
+    @property
+    def kept_once(self) -> tuple[str, ...]:
+        """What is in its state but planes."""
+        return ("step", *self.scalars) if self.saves_step else self.scalars
+
+    @functools.cache  # noqa: B019  (programs are kept anyway)
+    def summed_over_all(self, k: int) -> tuple[int, ...]:
+        """Rows of the table of sums that are added up over all tensors after sweep `k`, for the rule."""
+        later = (sweep.scalars for sweep in self.sweeps[k + 1 :] if sweep.scalars is not None)
+        first, named = self.sweeps[k].first_fold, {row for _, row in self.fold_names}
+        rows = {*range(first, first + len(self.sweeps[k].folds))} - named
+        found = {
+            row for scalars in later for kind, row in scalars.inputs if kind == "all_total" and row in rows
+        }
+        return tuple(sorted(found))  # type: ignore[type-var, arg-type]
+
+    @property
+    def sums_over_all(self) -> bool:
+        """Whether its rule takes sums over all tensors."""
+        return any(self.summed_over_all(k) for k in range(len(self.sweeps)))
 
     @property
     def state_planes(self) -> tuple[Plane, ...]:
@@ -172,7 +224,7 @@ def compile_step(
     """The program of a rule with all that `spec` asks for, and slots stored in these formats."""
     names = slot_names(rule, averages)
     planes, slots = _placed(names, formats or (Plain(torch.float32),) * len(names))
-    graph = trace_step(rule.update, slots, spec, averages)
+    graph = trace_step(rule, slots, spec, averages)
     # gradients are not read back
     lossy = [at for i, (format, places) in enumerate(slots) if i != GRAD and format.loses_bits for at in places]
     cut = Cut(graph, spec, frozenset(lossy), len(planes))
@@ -186,15 +238,19 @@ def compile_step(
         columns = [what for kind, what in code.leaves if kind == "column"]
         reports = told if k == cut.last else []
         skip = [graph.skip] if k == cut.decision else []
+        kept, of_group = (graph.kept, [*graph.of_group.values()]) if k == cut.last else ([], [])
         scalars = None
-        if columns or reports or skip:
-            uniform = uniform_code([*columns, *reports, *skip], fold_rows)
+        if columns or reports or skip or kept or of_group:
+            told_here = [*columns, *of_group, *reports]
+            uniform = uniform_code([*told_here, *skip, *kept], fold_rows)
+            after = uniform.numbers[len(told_here) :]
             scalars = Scalars(
                 inputs=tuple(uniform.leaves),
                 code=uniform.code,
-                columns=tuple(uniform.numbers[: len(columns) + len(reports)]),
+                columns=tuple(uniform.numbers[: len(told_here)]),
                 first_column=column_count,
-                skip=uniform.numbers[-1] if skip else None,
+                skip=after[0] if skip else None,
+                kept=tuple(after[len(skip) :]),
             )
         stored, folded = code.numbers[: len(stores)], code.numbers[len(stores) :]
         sweep = Sweep(
@@ -209,8 +265,9 @@ def compile_step(
         )
         sweeps.append(sweep)
         fold_rows |= {fold: len(fold_rows) + i for i, fold in enumerate(folds)}
-        column_count += len(columns) + len(reports)
+        column_count += len(columns) + len(of_group) + len(reports)
     first_report = column_count - len(told)
+    first_of_group = first_report - len(graph.of_group)
     return Program(
         name=rule.update.__name__,
         planes=tuple(planes),
@@ -219,4 +276,6 @@ def compile_step(
         fold_names=tuple((name, fold_rows[fold]) for name, fold in graph.folds.items()),
         report_columns=tuple((report.args[1], first_report + i) for i, report in enumerate(told)),
         saves_step=rule.saves_step,
+        scalars=rule.scalars,
+        group_columns=tuple((name, first_of_group + i) for i, name in enumerate(graph.of_group)),
     )

@@ -16,6 +16,7 @@ from .language import (
     Value,
     abs,
     given,
+    kept,
     largest,
     mixed,
     over_all,
@@ -89,15 +90,24 @@ class Stored(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """All that a step stores, by the places of planes, and what it sums and reports."""
+    """All that a step stores, by the places of planes, what it sums and reports, and what it keeps once for
+    each tensor, and for each group.
+    """
 
     stores: dict[int, Value]
     folds: dict[str, Value]
     skip: Value
+    kept: list[Value]
+    of_group: dict[str, Value]
+
+
+# what an update may take by keyword besides options: which update of the tensor this is, from 1 on, and how
+# many elements that has
+OF_TENSOR = ("step", "numel")
 
 
 def keywords(update: Callable) -> list[str]:
-    """What an update takes by keyword: options, and the step count."""
+    """What an update takes by keyword: options, and what is known of the tensor."""
     return [a.name for a in inspect.signature(update).parameters.values() if a.kind == a.KEYWORD_ONLY]
 
 
@@ -105,8 +115,9 @@ def keywords(update: Callable) -> list[str]:
 PARAM, GRAD = range(2)
 
 
-def trace_step(update: Callable, slots: Sequence[Stored], spec: StepSpec, averages: bool) -> Graph:
+def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: bool) -> Graph:
     """The graph of a step whose parameter, gradient, states and, if it averages, average are stored so."""
+    update = rule.update
     values = [each.load() for each in slots]
     p, raw, scale = values[0], values[1], given("scale")
     # measured as they are stored: scaled
@@ -129,13 +140,19 @@ def trace_step(update: Callable, slots: Sequence[Stored], spec: StepSpec, averag
         grad_scale = where(skip != 0, 0.0, grad_scale)
     states = values[2:-1] if averages else values[2:]
     by_keyword = {name: given(name) for name in keywords(update)}
-    results = update(p, raw * grad_scale, *states, **by_keyword)
-    if not isinstance(results, tuple) or len(results) != 1 + len(states):
+    of_tensor, of_group = [*map(kept, range(len(rule.scalars)))], [*map(given, rule.group_scalars)]
+    results = update(p, raw * grad_scale, *states, *of_tensor, *of_group, **by_keyword)
+    count_kept = len(states) + len(of_tensor) + len(of_group)
+    if not isinstance(results, tuple) or len(results) != 1 + count_kept:
         raise TypeError(
-            f"rule {update.__name__!r} returned {results!r}; return the new parameter and the new states, "
-            f"a tuple of {1 + len(states)}"
+            f"rule {update.__name__!r} returned {results!r}; return the new parameter and what is kept, as it "
+            f"is now: a tuple of {1 + count_kept}"
         )
-    new, *new_states = results
+    new, new_states, new_once = results[0], [*results[1 : 1 + len(states)]], results[1 + len(states) :]
+    names = *rule.scalars, *rule.group_scalars
+    for name, value in zip(names, new_once, strict=True):
+        _check_once(update.__name__, name, value, name in rule.group_scalars)
+    once = [where(skip != 0, old, x) for old, x in zip([*of_tensor, *of_group], new_once, strict=True)]
     if averages:
         decay = given("ema_decay")
         new_states.append(mixed(values[-1], new, decay, 1 - decay))
@@ -151,4 +168,32 @@ def trace_step(update: Callable, slots: Sequence[Stored], spec: StepSpec, averag
     elif spec.unscale_grads:
         # as torch's scalers do it; exact for their scales, which are powers of two
         stores[GRAD] = raw * (1 / scale)
-    return Graph(stores, folds, skip)
+    new_of_group = dict(zip(rule.group_scalars, once[len(of_tensor) :], strict=True))
+    return Graph(stores, folds, skip, once[: len(of_tensor)], new_of_group)
+
+
+def _check_once(rule: str, name: str, value: Any, of_group: bool) -> None:
+    """Raise where what is kept once may differ between those that it is kept for."""
+    if getattr(value, "per_element", False):
+        raise TypeError(
+            f"rule {rule!r} returned a number of each element for {name!r}, which is kept once; sum it up, for "
+            "example with total(x)"
+        )
+    if of_group and _differs_between_tensors(value):
+        raise TypeError(
+            f"rule {rule!r} returned a number of each tensor for {name!r}, which is kept once for a group; "
+            "make it of options, of what the group keeps, and of sums over all, total_over_all(x)"
+        )
+
+
+def _differs_between_tensors(value: Any) -> bool:
+    seen: set[Value] = set()
+
+    def differs(value: Any) -> bool:
+        if not isinstance(value, Value) or value in seen or value.op == "all_total":
+            return False
+        seen.add(value)
+        is_own = value.op in ("fold", "kept") or (value.op == "given" and value.args[0] in OF_TENSOR)
+        return is_own or any(map(differs, value.args))
+
+    return differs(value)

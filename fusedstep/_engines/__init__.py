@@ -26,9 +26,10 @@ from torch import Tensor
 _MODULES = {"torch": "foreach", "cpu": "cpu", "triton": "triton"}
 NAMES = (*_MODULES,)
 
-# columns of a table's rows. Random bits are drawn by a seed, the parameter's position in its optimizer, and the
-# index of an element in the whole tensor, of which this is the first. The addresses of all planes follow
-LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, SEED, POSITION, FIRST_INDEX, FIRST_POINTER = range(9)
+# columns of a table's rows: NUMEL counts the elements that are here, WHOLE_NUMEL those of the whole tensor.
+# Random bits are drawn by a seed, the parameter's position in its optimizer, and the index of an element in the
+# whole tensor, of which this is the first. The addresses of all planes follow
+LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, WHOLE_NUMEL, SEED, POSITION, FIRST_INDEX, FIRST_POINTER = range(10)
 # of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)

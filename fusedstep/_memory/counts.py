@@ -1,13 +1,15 @@
-"""The step counts of a table: one vector on its device, of which every row has a view in its state."""
+"""What a table keeps once for each row, such as step counts: a vector on its device, of which every row has a
+view in its state.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _get_scalar_dtype
 
 from .._engines import is_traced, to_device
 from . import watch
@@ -16,12 +18,11 @@ from .row import Row
 from .transfer import upload
 
 
-class StepCounts:
-    """Counts that an engine counts on where they are, and the tensors that states hold of them."""
+class Counts:
+    """Numbers that an engine writes where they are, and the tensors that states hold of them."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._device = device
-        self.vector = torch.zeros(size, dtype=_get_scalar_dtype(), device=device)
+    def __init__(self, vector: Tensor) -> None:
+        self.vector, self._device, size = vector, vector.device, len(vector)
         # select, not unbind: a view that may itself be written in place
         self.views = [self.vector[i] for i in range(size)]
         has_memory = watch.has_memory(self.vector) and not is_traced()
@@ -45,24 +46,25 @@ class StepCounts:
         expected = [self._address + i * size for i in places]
         return not all(map(self._is_view, views)) or [*map(watch.address, views)] != expected
 
-    def adopt(self, rows: dict[int, Row]) -> None:
-        """Have these rows, by their places, go on here from the counts they have."""
-        rows = {i: row for i, row in rows.items() if row.step is not self.views[i]}
-        for row in rows.values():
-            _check(row.step)
-        if not rows:
+    def adopt(self, rows: dict[int, Row], name_of: Callable[[Row], str]) -> None:
+        """Have these rows, by their places, go on here from what they have by these names."""
+        found = {i: row.once[name_of(row)] for i, row in rows.items()}
+        found = {i: count for i, count in found.items() if count is not self.views[i]}
+        for count in found.values():
+            _check(count)
+        if not found:
             return
         self.known.check()
-        self._write({i: row.step for i, row in rows.items()})
+        self._write(found)
         traced = is_traced()
-        for i, row in rows.items():
+        for i, count in found.items():
             self._shared.pop(i, None)
             # in memory that other processes see too; all of a GPU could be
-            if not traced and _is_on_host(row.step) and row.step.untyped_storage().is_shared():
-                _check_shared(row.step, row)
-                self._shared[i] = row.step
+            if not traced and _is_on_host(count) and count.untyped_storage().is_shared():
+                _check_shared(count, rows[i])
+                self._shared[i] = count
             else:
-                row.step = self.views[i]
+                rows[i].once[name_of(rows[i])] = self.views[i]
 
     @torch.no_grad()
     def _write(self, counts: dict[int, Any]) -> None:
@@ -117,8 +119,9 @@ def _check(count: Any) -> None:
         count.layout != torch.strided or count.numel() != 1 or count.is_complex()
     ):
         raise RuntimeError(
-            f"a step count is a tensor of shape {tuple(count.shape)}, {count.dtype} and {count.layout}; it "
-            "must be one real number: load a matching checkpoint, or delete optimizer.state[p]"
+            f"a step count, or what is kept beside it, is a tensor of {tuple(count.shape)}, {count.dtype} "
+            f"and {count.layout}; it must be one real number: load a matching checkpoint, or delete "
+            "optimizer.state[p]"
         )
 
 

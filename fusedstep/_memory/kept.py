@@ -38,7 +38,7 @@ class Kept:
         program, self._by_address = rows[0].program, rows[0].engine.BY_ADDRESS
         self._params, self.states = [row.param for row in rows], [row.state for row in rows]
         self._find_states = _finder([plane.name for plane in program.state_planes])
-        self._find_steps = _finder(["step"] if program.saves_step else [])
+        self._find_steps = _finder([*program.kept_once])
         distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
         tensors = self._params + self._find_states(self.states)

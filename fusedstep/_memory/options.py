@@ -102,7 +102,8 @@ def _is_mutable(value: Any) -> bool:
 def _numbers(name: str, option: Any, group: int, count: int) -> Iterable[float | Tensor]:
     """The numbers in a group's option: one, or a pair; a tensor on a device stays a tensor."""
     if count > 1 and not (is_sequence(option) and len(option) == count):
-        raise ValueError(f"group {group} has {name}={option!r}; two numbers are needed")
+        words = {2: "two", 3: "three"}
+        raise ValueError(f"group {group} has {name}={option!r}; {words[count]} numbers are needed")
     for value in option if count > 1 else (option,):
         if type(value) is float:  # mostly
             yield value

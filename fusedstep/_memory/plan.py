@@ -64,6 +64,7 @@ class Plan:
         for gone in optimizer.unsaved_steps.keys() - set(params):
             del optimizer.unsaved_steps[gone]
         self.updates = [*map(optimizer.update_of, groups)]
+        self._place_group_scalars(groups)
         self._options = [read_group(optimizer, i) for i in range(len(groups))]
         self.spec, self._watched, self._norm_group = spec, is_watched(), optimizer.norm_group
         self._storage = optimizer.storage
@@ -89,6 +90,8 @@ class Plan:
         self._numbers = np.array([options.numbers for options in self._options])
         self.tables = make_tables(rows, self._numbers, names, self._settings)
 
+        self._check_sums_over_all()
+        self._find_group_scalars()
         # everything is allocated and compiled
         statuses = [table.status for table in self.tables] or [_status(self._settings, status)]
         self.status = statuses[0]
@@ -102,6 +105,19 @@ class Plan:
         self._note_states(optimizer.state)
         for bucket in (bucket for table in self.tables for bucket in table.buckets):
             bucket.settle()
+
+    def _check_sums_over_all(self) -> None:
+        programs = [bucket.program for table in self.tables for bucket in table.buckets]
+        if not any(program.sums_over_all for program in programs):
+            return
+        owner = self._settings.owner
+        if len({update.rule for update in self.updates}) > 1:
+            raise TypeError(
+                f"{owner} has groups with different rules, and one of them sums over all tensors; use one rule "
+                "for all groups, or an optimizer for each rule"
+            )
+        if self._norm_group is not None:
+            raise TypeError(f"{owner} has a rule that sums over all tensors, which norm_group does not reach")
 
     def _row(self, p: Tensor, group: int, kept: Row | None, memory: Memory) -> Row:
         update = self.updates[group]
@@ -123,7 +139,7 @@ class Plan:
             for row in block.rows:
                 if row.started and (all_right or row.is_right()):
                     right[id(row.param)] = row
-                    row.step = row.state.get("step", 0.0) if row.program.saves_step else row.step
+                    row.once |= {name: row.state.get(name, 0.0) for name in row.program.kept_once}
         return right
 
     def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
@@ -151,14 +167,14 @@ class Plan:
     def _refresh_rows(self, optimizer: Any) -> bool:
         self._find_states(optimizer.state)
         changed = [(table, block) for table in self.tables for block in table.blocks if not block.refresh()]
-        if any(table.step_counts.has_moved() for table in self.tables):
+        if any(counts.has_moved() for table in self.tables for counts in table.counters):
             return False
         return not changed or self._settle(changed, optimizer)
 
     @torch.no_grad()
     def _settle(self, changed: list[tuple[Table, Block]], optimizer: Any) -> bool:
         """Make rows anew where that is needed in these blocks, and note what all of their rows have."""
-        if any(table.step_counts.has_lost(block.places) for table, block in changed):
+        if any(counts.has_lost(block.places) for table, block in changed for counts in table.counters):
             return False
         memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
         # all of them before a state or table is changed
@@ -173,7 +189,8 @@ class Plan:
             for i, row in rows.items():
                 block.rows[i] = row
         # all of them before one is written: rows may have exchanged their states, and so their counts
-        counted_here = {id(view) for table in self.tables for view in table.step_counts.views}
+        counters = [counts for table in self.tables for counts in table.counters]
+        counted_here = {id(view) for counts in counters for view in counts.views}
         for table, block in changed:
             table.find_counts(block, counted_here)
         for (table, block), rows in zip(changed, made, strict=True):
@@ -228,6 +245,38 @@ class Plan:
             for block in table.blocks:
                 block.tensors = []
 
+    # what groups keep
+
+    def _place_group_scalars(self, groups: list[dict[str, Any]]) -> None:
+        """Have what steps keep for groups in tensors beside their parameters."""
+        for group, update in zip(groups, self.updates, strict=True):
+            for name in update.rule.group_scalars if group["params"] else ():
+                found, device = group[name], shards.local(group["params"][0]).device
+                if not isinstance(found, Tensor):
+                    dtype = torch.float32 if device.type == "mps" else torch.float64
+                    group[name] = torch.full((), float(found), dtype=dtype, device=device)
+                elif found.device != device:
+                    group[name] = found.detach().to(device)
+
+    def _find_group_scalars(self) -> None:
+        """Note where tables have what is kept for groups, in any of its rows."""
+        self._kept_of_groups: list[tuple[int, str, Tensor]] = []
+        seen: set[int] = set()
+        for table in self.tables:
+            for bucket in (bucket for bucket in table.buckets if bucket.program.group_columns):
+                for i, row in enumerate(bucket.rows, bucket.first_row):
+                    if row.group not in seen:
+                        seen.add(row.group)
+                        self._kept_of_groups += [
+                            (row.group, name, table.scalars[i, column])
+                            for name, column in row.program.group_columns
+                        ]
+
+    @torch.no_grad()
+    def keep_group_scalars(self, groups: list[dict[str, Any]]) -> None:
+        for i, name, value in self._kept_of_groups:
+            groups[i][name].copy_(value, non_blocking=True)
+
     # options
 
     def _clips(self) -> bool:
@@ -237,6 +286,8 @@ class Plan:
     def _refresh_options(self, optimizer: Any) -> bool:
         """Bring to the device what has changed in the groups' options; False if they need another plan."""
         groups = optimizer.param_groups
+        if any(not self._is_placed(groups[i].get(name), value) for i, name, value in self._kept_of_groups):
+            return False
         changed = [i for i, options in enumerate(self._options) if options.changed(groups[i])]
         if not changed:
             return True
@@ -250,6 +301,10 @@ class Plan:
             return False
         self._upload_options(before, changed)
         return True
+
+    @staticmethod
+    def _is_placed(found: Any, value: Tensor) -> bool:
+        return isinstance(found, Tensor) and found.device == value.device
 
     def refresh_group(self, optimizer: Any, i: int) -> None:
         """The same for one group, between replays of a captured step."""

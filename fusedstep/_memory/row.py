@@ -82,8 +82,9 @@ class Row:
     device: torch.device
     numel: int
     state: dict[str, Any]
-    # the count so far; once the row is in a table, the tensor in which that counts
-    step: Any
+    # what is kept once for it, by name: the count so far, and the rule's scalars. Once the row is in a table,
+    # the tensors that are written there
+    once: dict[str, Any]
     # of all planes, where an engine works by address
     strides: tuple[int, ...] = ()
     # among the optimizer's parameters, and of the first element here in the whole tensor: for random bits
@@ -161,10 +162,9 @@ class Row:
 
     def commit(self, memory: Memory) -> None:
         """Make what was prepared part of what the optimizer remembers, and note the kinds of its tensors."""
-        if self.program.saves_step:
-            self.state["step"] = self.step
-        else:
-            memory.unsaved_steps[self.param] = self.step
+        self.keep_once()
+        if not self.program.saves_step:
+            memory.unsaved_steps[self.param] = self.once["step"]
         self.state.update(self.fresh)
         self.fresh = {}
         for name in _MASTERS - {plane.name for plane in self.program.state_planes}:
@@ -174,6 +174,10 @@ class Row:
             memory.state.setdefault(self.param, self.state)
         if not self.checks:
             self.checks = [watch.check_of(part) for part in self.local_tensors()]
+
+    def keep_once(self) -> None:
+        """Have the state hold what is kept once."""
+        self.state.update({name: self.once[name] for name in self.program.kept_once})
 
     @torch.no_grad()
     def copy_in(self) -> None:
@@ -254,7 +258,7 @@ def make_row(
         device=p.device,
         numel=real_numel(p) if engine.BY_ADDRESS else 0,
         state=state,
-        step=step,
+        once={"step": step, **{name: state.get(name, 0.0) for name in rule.scalars}},
         strides=strides,
         first_index=shards.first_index(whole, settings.owner) if program.draws else 0,
         fresh=fresh,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _get_scalar_dtype
 
 from .._algorithm.program import Program, Scalars
 from .._engines import (
@@ -27,6 +28,7 @@ from .._engines import (
     GROUP,
     POSITION,
     SEED,
+    WHOLE_NUMEL,
     Amp,
     Executable,
     is_capturing,
@@ -35,7 +37,7 @@ from .._engines import (
 )
 from . import shards
 from .bucket import Block, Bucket
-from .counts import StepCounts
+from .counts import Counts
 from .layout import overlaps_itself
 from .row import Row, Settings
 from .transfer import from_host, upload
@@ -96,6 +98,7 @@ class Table:
         width = FIRST_POINTER + max(len(program.planes) for program in programs.values())
         self.host_cells = np.zeros((len(rows), width), np.int64)
         self.host_cells[:, GROUP] = [row.group for row in ordered]
+        self.host_cells[:, WHOLE_NUMEL] = [row.param.numel() for row in ordered]
         self.host_cells[:, SEED] = settings.seed
         self.host_cells[:, POSITION] = [row.position for row in ordered]
         self.host_cells[:, FIRST_INDEX] = [row.first_index for row in ordered]
@@ -120,16 +123,20 @@ class Table:
         # what tables and ranks tell each other of their gradients, and how that is added up
         self.shared_kinds = self.spec.shared_kinds
         self.measured = self.sums[: len(self.shared_kinds)]
-        # what was measured of all gradients that may be clipped together, and who goes with whom
-        self.shared = self.measured, from_host(self.clip_ids, self.device)
+        # sums of all that is stepped together, and who is clipped with whom
+        self.shared = self.sums, from_host(self.clip_ids, self.device)
         self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
         # the same on the host; NaN for those that are only known to a device
         self.host_options = options.copy()
-        self.step_counts = StepCounts(len(rows), self.device)
-        self.step_counts.adopt(dict(enumerate(self.rows)))
-        self.steps, self.known_steps = self.step_counts.vector, self.step_counts.known
+        # step counts, and what rules keep once for each tensor: the first of every rule, the second, and so on
+        self.steps = torch.zeros(len(rows), dtype=_get_scalar_dtype(), device=self.device)
+        most = max(1, *(len(program.scalars) for program in programs.values()))
+        self.kept = self.steps.new_zeros(most, len(rows))
+        self.counters = [*map(Counts, (self.steps, *self.kept))]
+        self._adopt(dict(enumerate(self.rows)))
+        self.known_steps = self.counters[0].known
 
     def set_options(self, numbers: np.ndarray) -> None:
         """Options of all groups; those that are tensors follow by `set_tensor_option`."""
@@ -173,20 +180,28 @@ class Table:
 
     def find_counts(self, block: Block, counted_here: set[int]) -> None:
         """Note the counts that the states of a block hold now; one that is another row's is read."""
-        for place, row in self._saving_rows(block):
-            count = row.state.get("step", 0.0)
-            is_other_rows = id(count) in counted_here and count is not self.step_counts.views[place]
-            row.step = count.clone() if is_other_rows else count
+        for place, row in self._started(block).items():
+            for name in row.program.kept_once:
+                count = row.state.get(name, 0.0)
+                is_here = any(count is counts.views[place] for counts in self.counters)
+                row.once[name] = count.clone() if id(count) in counted_here and not is_here else count
 
     def adopt_counts(self, block: Block) -> None:
         """Have the rows of a block go on from the counts they have."""
-        self.step_counts.adopt({block.first_row + i: row for i, row in enumerate(block.rows) if row.started})
-        for _, row in self._saving_rows(block):
-            row.state["step"] = row.step
+        rows = self._started(block)
+        self._adopt(rows)
+        for row in rows.values():
+            row.keep_once()
 
-    def _saving_rows(self, block: Block) -> Iterator[tuple[int, Row]]:
-        rows = enumerate(block.rows, block.first_row)
-        return ((i, row) for i, row in rows if row.started and row.program.saves_step)
+    def _adopt(self, rows: dict[int, Row]) -> None:
+        self.counters[0].adopt(rows, lambda row: "step")
+        for k, counts in enumerate(self.counters[1:]):
+            having = {i: row for i, row in rows.items() if k < len(row.program.scalars)}
+            counts.adopt(having, lambda row, k=k: row.program.scalars[k])  # type: ignore[misc]
+
+    @staticmethod
+    def _started(block: Block) -> dict[int, Row]:
+        return {i: row for i, row in enumerate(block.rows, block.first_row) if row.started}
 
     # a step
 
@@ -224,7 +239,8 @@ class Table:
         elif changed:
             for bucket in self.buckets:
                 bucket.note_upload(True)
-        self.step_counts.fetch_shared()
+        for counts in self.counters:
+            counts.fetch_shared()
         for bucket in self.buckets:
             for row in bucket.staged:
                 row.copy_in()
@@ -250,16 +266,25 @@ class Table:
             # a capture only says what a replay will do
             bucket.note_upload(not captures)
 
-    def update(self, amp: Amp) -> None:
-        """Update everything live, in place."""
-        skips = self.spec.skip_nonfinite or amp.found_inf is not None
-        for k in range(int(self.spec.measures_first), self.sweep_count):
+    def update(self, k: int, amp: Amp) -> None:
+        """Sweep `k` of everything live, in place."""
+        if k < self.sweep_count:
             self.executable.prepare(k, amp)
-            self.sweep(k, skips)
+            self.sweep(k, skips=self.spec.skip_nonfinite or amp.found_inf is not None)
+
+    def end(self) -> None:
+        """Bring to where it belongs what a step has written elsewhere."""
         for bucket in self.buckets:
             for row in bucket.staged:
                 row.copy_out(self.spec)
-        self.step_counts.publish_shared()
+        for counts in self.counters:
+            counts.publish_shared()
+
+    def summed_over_all(self, k: int) -> list[int]:
+        """Rows of the sums that are added up over all tensors after sweep `k`; for all buckets the same."""
+        found = [*dict.fromkeys(bucket.program.summed_over_all(k) for bucket in self.buckets_with(k))]
+        assert len(found) <= 1, "programs of one rule that number their sums otherwise"
+        return [*found[0]] if found else []
 
 
 # which gradients are clipped together, by their rows
@@ -287,7 +312,7 @@ def make_tables(rows: list[Row], options: np.ndarray, names: Sequence[str], sett
         if settings.norm_ranks is None:
             clip_ids = np.concatenate([table.clip_ids for table in tables])
         for table in tables:
-            shared = table.sums.new_zeros(len(table.measured), len(clip_ids))
+            shared = table.sums.new_zeros(len(table.sums), len(clip_ids))
             table.shared = shared, from_host(clip_ids, table.device)
     for table in tables:
         table.executable = table.engine.bind(table)
@@ -323,10 +348,26 @@ def step(
         if look is not None:
             look(measured)
         for table in tables if measured else ():
-            torch.cat([to_device(t, table.device) for t in measured], 1, out=table.shared[0])
-    for table, there in zip(tables, amps, strict=True):
-        table.update(there)
+            shared = table.shared[0][: len(settings.spec.shared_kinds)]
+            torch.cat([to_device(t, table.device) for t in measured], 1, out=shared)
+        _tell_each_other(tables, 0)
+    for k in range(int(settings.spec.measures_first), max((t.sweep_count for t in tables), default=0)):
+        for table, there in zip(tables, amps, strict=True):
+            table.update(k, there)
+        _tell_each_other(tables, k)
+    for table in tables:
+        table.end()
     if tables or not ranks_of_norm:
         return []
     found = [] if amp.found_inf is None else [amp.found_inf]
     return found + [column[1, 0] for column in measured if settings.spec.skip_nonfinite]
+
+
+def _tell_each_other(tables: list[Table], k: int) -> None:
+    """Have every table know what is summed over all tensors in sweep `k`."""
+    if len(tables) > 1:
+        rows = [table.summed_over_all(k) for table in tables]
+        sums = [table.sums[own] for table, own in zip(tables, rows, strict=True)]
+        for table, own in zip(tables, rows, strict=True):
+            if own:
+                table.shared[0][own] = torch.cat([to_device(t, table.device) for t in sums], 1)

@@ -1,7 +1,7 @@
 """Whether an engine computes what the torch engine does, on a type of device that we have no tests for.
 
-A compiler may accept a kernel and still get it wrong. So one AdamW step with a limit for the norm, through the
-same tables as any other, is compared before the engine is used: it loads, computes, sums, reduces and stores.
+A compiler may accept a kernel and still get it wrong. So one step with a limit for the norm, through the same
+tables as any other, is compared before the engine is used: it loads, computes, sums, reduces and stores.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._algorithm.rules import ADAMW
+from .._algorithm.language import fma, mix, power, sqrt
+from .._algorithm.program import make_rule
 from .._algorithm.step import StepSpec
 from .call import Call, Job
 from .options import COMMON
@@ -26,9 +27,15 @@ _OPTIONS = {
     "lr": 0.1,
     "beta1": 0.9,
     "beta2": 0.99,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
 }
+
+
+def tried(p, g, m, v, *, step, lr, beta1, beta2):
+    m, v = mix(m, g, beta1), fma((1 - beta2) * g, g, beta2 * v)
+    return fma(-lr / (1 - power(beta1, step)), m / (sqrt(v) + 1e-8), p), m, v
+
+
+_RULE = make_rule(tried, {"m": "exp_avg", "v": "exp_avg_sq"})
 
 
 def try_engine(name: str, device_type: str) -> str | None:
@@ -52,7 +59,7 @@ def _stepped(engine: str, device_type: str) -> list[Tensor]:
     """Parameters and states after a step, on the host."""
     params, _, exp_avgs, exp_avg_sqs = lists = [_tensors(role, device_type) for role in range(4)]
     settings = Settings("a trial", engine, spec=StepSpec(clips=True))
-    job = Job(Update(ADAMW), settings, _OPTIONS)
+    job = Job(Update(_RULE), settings, _OPTIONS)
     Call(lists, job).step(lists, job, torch.tensor(2.0, device="cpu"))
     return [t.cpu() for t in (*params, *exp_avgs, *exp_avg_sqs)]
 

@@ -5,8 +5,6 @@
 
 An argument is an option of every group unless it is declared `for_all`. `inspect.signature` shows arguments as
 if they had been written out, with those that every optimizer takes at the end.
-
-Of torch.optim's classes the errors are torch.optim's, word for word: handlers and tests depend on them.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import dataclass_transform  # in typing from Python 3.11; torch depends on it, too
 
-from .._algorithm.rules import SCHEDULES
 from .._memory.options import is_sequence
 from .._memory.storage import MASTERS
 
@@ -34,8 +31,9 @@ class Argument(NamedTuple):
     default: Any
     kw_only: bool = False
     for_all: bool = False
-    # held fixed by the class, and no argument of it
+    # held fixed by the class, or kept for each group by a rule: no argument of a constructor
     fixed: bool = False
+    kept: bool = False
     scalars: tuple[str, ...] = ()
 
 
@@ -54,12 +52,17 @@ def fixed(*, default: Any, init: Literal[False]) -> Any:
     return Argument(default, fixed=not init)
 
 
-def pair(first: str, second: str, *, default: tuple, kw_only: bool = False) -> Any:
+def pair(first: str, second: str, default: tuple, *, kw_only: bool = False) -> Any:
     """An option of two numbers, which rules take by these names."""
     return Argument(default, kw_only=kw_only, scalars=(first, second))
 
 
-@dataclass_transform(field_specifiers=(keyword, for_all, fixed, pair))
+def triple(first: str, second: str, third: str, default: tuple, *, kw_only: bool = False) -> Any:
+    """An option of three numbers, which rules take by these names."""
+    return Argument(default, kw_only=kw_only, scalars=(first, second, third))
+
+
+@dataclass_transform(field_specifiers=(keyword, for_all, fixed, pair, triple))
 class Declared:
     """For type checkers: subclasses have a constructor that takes what they declare."""
 
@@ -109,7 +112,7 @@ def signature_of(arguments: dict[str, Argument], common: dict[str, Argument]) ->
             default=a.default,
         )
         for name, a in arguments.items()
-        if not a.fixed
+        if not a.fixed and not a.kept
     }
     first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     order = sorted(made, key=lambda name: (made[name].kind, arguments[name].kw_only and name in common))
@@ -183,75 +186,6 @@ def with_tuples(options: dict[str, Any]) -> dict[str, Any]:
 
 
 # checks
-
-
-def _is_pair(value: Any) -> bool:
-    return is_sequence(value) and len(value) == 2
-
-
-def check_lr(lr: float | Tensor) -> None:
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-
-
-def check_sgd(options: dict[str, Any]) -> None:
-    check_lr(options["lr"])
-    momentum, weight_decay = options["momentum"], options["weight_decay"]
-    if momentum < 0.0:
-        raise ValueError(f"Invalid momentum value: {momentum}")
-    if weight_decay < 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-    if options["nesterov"] and (momentum <= 0 or options["dampening"] != 0):
-        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-
-
-def check_adam(lr: float | Tensor, betas: Any, eps: float, weight_decay: float) -> None:
-    check_lr(lr)
-    if not eps >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    if not _is_pair(betas):
-        raise ValueError(f"Invalid betas: {betas!r}; two numbers are needed, such as (0.9, 0.999)")
-    for i, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{i}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-    if len({isinstance(beta, Tensor) for beta in betas}) != 1:
-        raise ValueError("betas must be either both floats or both Tensors")
-
-
-def check_tensors_allowed(options: dict[str, Any]) -> None:
-    # torch's restriction, not ours: code that relies on the error must keep working
-    if options["foreach"] and not options["capturable"]:
-        for name, value in (
-            ("lr", options["lr"]),
-            *((f"betas[{i}]", b) for i, b in enumerate(options["betas"])),
-        ):
-            if isinstance(value, Tensor):
-                raise ValueError(f"{name} as a Tensor is not supported for capturable=False and foreach=True")
-
-
-def check_schedule(schedule: str, warmup: float, t_total: float) -> None:
-    if schedule not in SCHEDULES:
-        raise ValueError(f"Invalid schedule: {schedule!r}; use one of {SCHEDULES}")
-    if not 0.0 <= warmup < 1.0 and warmup != -1:
-        raise ValueError(f"Invalid warmup: {warmup}; use a fraction in [0, 1), or -1")
-    if not t_total > 0 and t_total != -1:
-        raise ValueError(f"Invalid t_total: {t_total}; use the number of all steps, or -1 for no schedule")
-
-
-def check_trust(bounds: tuple[float, float], max_weight_norm: float) -> None:
-    if not _is_pair(bounds) or not 0 <= bounds[0] <= bounds[1]:
-        raise ValueError(
-            f"Invalid trust_bounds: {bounds!r}; two numbers are needed, the smallest and the largest ratio, "
-            "not below 0"
-        )
-    if not max_weight_norm > 0:
-        raise ValueError(f"Invalid max_weight_norm: {max_weight_norm}; use a positive number")
 
 
 def check_flags(options: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ COMMON_ARGUMENTS = declared_arguments(Common, {})
 class Declaration(Common):
     """What a subclass declares, read when it is made."""
 
-    # every rule that a group may have
+    # the rule, or every rule that a group may have
+    rule: ClassVar[Rule]
     rules: ClassVar[tuple[Rule, ...]]
     # the words that an option is one of, instead of a number; each counts as its position here
     words: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -44,6 +45,15 @@ class Declaration(Common):
         for base in reversed(cls.__mro__[1:]):
             inherited |= vars(base).get("arguments", {})
         cls.arguments = declared_arguments(cls, inherited)
+        if "rule" in vars(cls):
+            if not isinstance(cls.rule, Rule):
+                raise TypeError(
+                    f"{cls.__name__}.rule is {cls.rule!r}; use a function that is marked as one, with "
+                    "@rule(states=...)"
+                )
+            cls.rules = (cls.rule,)
+        for name in (name for rule in getattr(cls, "rules", ()) for name in rule.group_scalars):
+            cls.arguments[name] = Argument(0.0, kw_only=True, kept=True, scalars=(name,))
         groups = {name: a for name, a in cls.arguments.items() if not a.for_all}
         cls.all_options = (*groups,)
         if not hasattr(cls, "rules"):
@@ -65,13 +75,13 @@ class Declaration(Common):
         if "__init__" not in vars(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule_of(self, group: dict[str, Any]) -> Rule:
         """The rule that steps this group."""
         return self.rules[0]
 
     def update_of(self, group: dict[str, Any]) -> Update:
         """That rule, whether the group's parameters are averaged, and how all is stored."""
-        return Update(self.rule(group), group.get("ema_decay") is not None, self.storage_of(group))
+        return Update(self.rule_of(group), group.get("ema_decay") is not None, self.storage_of(group))
 
     def storage_of(self, group: dict[str, Any]) -> Storage:
         """How the states of a group's parameters are stored."""

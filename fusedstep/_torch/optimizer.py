@@ -42,7 +42,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
         cls = type(self)
         self.check_arguments(defaults)
-        defaults = with_tuples(defaults) | {n: a.default for n, a in cls.arguments.items() if a.fixed}
+        defaults = with_tuples(defaults) | {n: a.default for n, a in cls.arguments.items() if a.fixed or a.kept}
         whole = {n: defaults.pop(n, a.default) for n, a in cls.arguments.items() if a.for_all}
         # set to True, a step is skipped if a gradient holds NaN or inf; set to "raise", it raises
         self.skip_nonfinite = as_skip(whole["skip_nonfinite"])
@@ -187,6 +187,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
             if captures:
                 plan.check_capturable(self)
             plan.step(amp, raises)
+            plan.keep_group_scalars(self.param_groups)
         except BaseException:
             if plan is not None and self._capture is None:
                 plan.close()
@@ -205,8 +206,10 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         try:
             # of this step alone: its tables belong to the trace
             Plan(self, spec, None).step(amp)
+            names = ("step", *(name for rule in self.rules for name in rule.scalars))
             for values, old in ((self.state[p], before[p]) for p in before):
-                _keep(values, old, "step")
+                for name in names:
+                    _keep(values, old, name)
             for p in unsaved:
                 _keep(self.unsaved_steps, unsaved, p)
         except BaseException:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._algorithm.language import where
-from .._algorithm.program import make_rule
-from .._algorithm.rules import LAMB, lamb
-from .._torch.arguments import check_adam, pair
+from ..optimizers.checks import check_adam
+from ..optimizers.lamb import lamb
+from ..optimizers.parts import MOMENTS
+from ..rules import pair, rule, where
 from ._optimizers import FusedOptimizer
 
 
+@rule(states=MOMENTS, nonnegative=("v",))
 def npu_lamb(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, adam):
     return lamb(
         p,
@@ -35,9 +36,6 @@ def npu_lamb(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, adam):
         highest=where(adam != 0, adam, 1e38),
         max_weight_norm=10.0,
     )
-
-
-_NPU_LAMB = make_rule(npu_lamb, dict(LAMB.states), nonnegative=LAMB.nonnegative)
 
 
 class NpuFusedLamb(FusedOptimizer):
@@ -83,7 +81,7 @@ class NpuFusedLamb(FusedOptimizer):
     adam: bool = False
     use_global_grad_norm: bool = False
 
-    rules: ClassVar = (_NPU_LAMB,)
+    rule = npu_lamb
     clip_eps = 0.0
 
     def __init__(

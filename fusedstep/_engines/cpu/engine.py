@@ -89,11 +89,11 @@ class _Prepare:
         self._measured, self._ids = (t.numpy() for t in table.shared)
         self._clip_totals = np.zeros((len(self._measured), int(self._ids.max(initial=0)) + 1))
         self._all_totals = np.zeros(len(self._measured))
-        arrays = [table.host_cells, table.steps.numpy(), table.options.numpy(), table.sums.numpy()]
-        arrays += [self._clip_totals, self._all_totals, table.scalars.numpy()]
+        on_host = (t.numpy() for t in (table.steps, table.kept, table.options, table.sums))
+        arrays = [table.host_cells, *on_host, self._clip_totals, self._all_totals, table.scalars.numpy()]
         self._keep = arrays
         job = [array.ctypes.data for array in arrays]
-        job += [array.shape[1] for array in (arrays[0], arrays[2], arrays[3], arrays[4], arrays[6])]
+        job += [array.shape[1] for array in arrays if array.ndim == 2]
         self._job = np.array([*job, first_row, end_row], np.int64)
         assert len(self._job) == len(PREPARE_JOB)
         self._address = self._job.ctypes.data
@@ -108,7 +108,8 @@ class _Prepare:
 
     def _add_up_clip_groups(self) -> None:
         kinds = self._table.shared_kinds
-        for kind, measured, totals in zip(kinds, self._measured, self._clip_totals, strict=True):
+        # more may be shared than decides about a step
+        for kind, measured, totals in zip(kinds, self._measured, self._clip_totals, strict=False):
             totals[:] = clip_totals(kind, measured, self._ids)
 
 

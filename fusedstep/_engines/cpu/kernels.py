@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from ..._algorithm.formats import Plane, compute_dtype
 from ..._algorithm.program import Scalars, Sweep
-from .. import CLIP_ID, FIRST_INDEX, FIRST_POINTER, GROUP, LIVE, NUMEL, POSITION, SEED
+from .. import CLIP_ID, FIRST_INDEX, FIRST_POINTER, GROUP, LIVE, NUMEL, POSITION, SEED, WHOLE_NUMEL
 from . import build
 from . import planes as stored
 from .build import F32, F64, FLOATS, I32, I64, LANES, Compiled
@@ -28,8 +28,8 @@ from .emit import Emitter, added, folded
 CHUNK = 1 << 16
 
 PREPARE_JOB = (
-    *("rows", "steps", "options", "sums", "clip_totals", "all_totals", "scalars"),
-    *("rows_width", "options_width", "sums_width", "clip_totals_width", "scalars_width"),
+    *("rows", "steps", "kept", "options", "sums", "clip_totals", "all_totals", "scalars"),
+    *("rows_width", "kept_width", "options_width", "sums_width", "clip_totals_width", "scalars_width"),
     *("first_row", "end_row"),
 )
 JOB = (
@@ -105,6 +105,10 @@ def compile_prepare(
                 values.append(found_inf)
             elif kind == "option":
                 values.append(widened(job.load("options", number, group, next(columns))))
+            elif kind == "kept":
+                values.append(widened(job.load("kept", count_type, I64(which), t)))
+            elif kind == "numel":
+                values.append(b.sitofp(job.load("rows", I64, t, WHOLE_NUMEL), F64))
             elif kind == "fold":
                 values.append(widened(job.load("sums", number, I64(which), t)))
             elif kind == "clip_total":
@@ -120,11 +124,15 @@ def compile_prepare(
         for i, value in enumerate(map(result, scalars.columns)):
             value = value if number == F64 else b.fptrunc(value, number)
             b.store(value, job.at("scalars", number, t, scalars.first_column + i))
+        live = b.icmp_signed("!=", job.load("rows", I64, t, LIVE), I64(0))
+        for i, value in enumerate(map(result, scalars.kept)):
+            at = job.at("kept", count_type, I64(i), t)
+            value = value if count_type == F64 else b.fptrunc(value, count_type)
+            b.store(b.select(live, value, b.load(at)), at)
         if scalars.skip is not None:
             b.store(result(scalars.skip), skip)
             if counts:
                 taken = b.fcmp_ordered("==", result(scalars.skip), F64(0.0))
-                live = b.icmp_signed("!=", job.load("rows", I64, t, LIVE), I64(0))
                 b.store(b.select(b.and_(taken, live), step, count), job.at("steps", count_type, t))
     b.ret(b.load(skip))
     return Compiled(b, ctypes.c_double, [ctypes.c_void_p, ctypes.c_double, ctypes.c_double])

@@ -26,7 +26,7 @@ from .lists import HOST_LIST_BYTES, LIST_BYTES, Columns, Part, parts
 from .placed import pieces
 from .placed import run as run_piece
 from .resolve import Operation, Resolved
-from .scalars import HostInputs, OnDevice, Run, known_columns, on_host
+from .scalars import HostInputs, OnDevice, Run, keep_on_host, known_columns, on_host
 
 NAME = "torch"
 BY_ADDRESS = False
@@ -54,7 +54,8 @@ class Executable:
     def __init__(self, table: Any) -> None:
         self._table = table
         self._runs = [[Run(*run) for run in table.scalar_runs(k)] for k in range(table.sweep_count)]
-        self._reports = any(bucket.program.report_columns for bucket in table.buckets)
+        programs = [bucket.program for bucket in table.buckets]
+        self._reports = any(program.report_columns or program.group_columns for program in programs)
         self._columns: list[Columns] = []
         # whether the host knows that this step is skipped
         self._is_skipped = False
@@ -86,6 +87,10 @@ class Executable:
             self._columns.append(Columns(run, found, device.columns(rest)))
             if self._reports:
                 self._report(run, found, device)
+            if run.scalars.kept and self._is_host and values is not None:
+                keep_on_host(table, run, values)
+            elif run.scalars.kept:
+                device.keep()
         if decides:
             skips = table.spec.skip_nonfinite or amp.found_inf is not None
             first_values: Any = of_runs[0]
@@ -113,6 +118,7 @@ class Executable:
                 table.steps.double().numpy() + counts,
                 1.0 if amp.scale is None else float(amp.scale),
                 0.0 if amp.found_inf is None else float(amp.found_inf),
+                table.kept.to(torch.float64, copy=True).numpy(),
                 table.sums.double().numpy(),
                 measured.double().numpy(),
                 ids.numpy(),

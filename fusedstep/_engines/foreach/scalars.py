@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Scalars
-from .. import GROUP, Amp, clip_totals
+from .. import GROUP, LIVE, WHOLE_NUMEL, Amp, clip_totals
 from .words import on_numbers, on_tensors
 
 
@@ -33,12 +33,13 @@ class Run(NamedTuple):
 
 
 class HostInputs(NamedTuple):
-    """What the host knows of a step; None: only the device does. The last three are those of a CPU table."""
+    """What the host knows of a step; None: only the device does. The last four are those of a CPU table."""
 
     options: np.ndarray
     steps: np.ndarray | None
     scale: float | None
     found_inf: float | None
+    kept: np.ndarray | None = None
     sums: np.ndarray | None = None
     measured: np.ndarray | None = None
     measured_ids: np.ndarray | None = None
@@ -55,6 +56,10 @@ def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
             return None if np.isnan(found).any() else found
         if kind == "step":
             return None if known.steps is None else known.steps[run.rows]
+        if kind == "numel":
+            return table.host_cells[run.rows, WHOLE_NUMEL].astype(np.float64)
+        if kind == "kept":
+            return None if known.kept is None else known.kept[which, run.rows]
         if kind in ("scale", "found_inf"):
             return known.scale if kind == "scale" else known.found_inf
         if known.sums is None or known.measured is None or known.measured_ids is None:
@@ -92,6 +97,14 @@ def known_columns(run: Run, values: list[Any]) -> dict[int, np.ndarray]:
     return found
 
 
+def keep_on_host(table: Any, run: Run, values: list[Any]) -> None:
+    """Have the table hold what is kept now of every tensor that is stepped."""
+    live = table.host_cells[run.rows, LIVE] != 0
+    for target, number in zip(table.kept[:, run.rows], run.scalars.kept, strict=False):
+        value = number if isinstance(number, float) else values[number]
+        target.copy_(torch.from_numpy(np.where(live, value, target.numpy())))
+
+
 # on the device
 
 
@@ -108,6 +121,13 @@ class OnDevice:
         """Columns with an element for each row, or with one that all of them share."""
         scalars = self._run.scalars
         return {column: self._tensor(scalars.columns[column - scalars.first_column]) for column in which}
+
+    def keep(self) -> None:
+        """Have the table hold what is kept now of every tensor that is stepped."""
+        rows, kept = self._run.rows, self._run.scalars.kept
+        new = [self._tensor(number).to(self._table.kept.dtype) for number in kept]
+        for target, value in zip(self._table.kept[:, rows], new, strict=False):
+            target.copy_(torch.where(self._table.cells[rows, LIVE] != 0, value, target))
 
     def skip(self) -> Tensor:
         """Not 0 if the step is skipped."""
@@ -140,6 +160,11 @@ class OnDevice:
             return self._options[:, table.option_columns[which]]
         if kind == "step":
             return (table.steps[rows] + 1 if self._counts else table.steps[rows]).to(self._exact)
+        if kind == "numel":
+            return table.cells[rows, WHOLE_NUMEL].to(self._exact)
+        if kind == "kept":
+            # a copy: it is written before all that is made of it is read
+            return table.kept[which, rows].to(self._exact, copy=True)
         if kind == "scale":
             return 1.0 if self._amp.scale is None else self._amp.scale.reshape(()).to(self._exact)
         if kind == "found_inf":

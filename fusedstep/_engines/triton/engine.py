@@ -44,9 +44,9 @@ def _shape(planes: Sequence[Plane]) -> _Shape:
     """The best for such planes on an H200: benchmarks/MEASURED.md."""
     if all(plane.block == 1 for plane in planes):
         return _Shape(256, 4, 2)
-    # 8 bits are decoded by so many instructions that a few warps more count as much as what they spill
-    has_rest = any(plane.name == "master_rest" for plane in planes)
-    return _Shape(512, 2, 2, 68 if has_rest else 64)
+    # 8 bits are decoded by so many instructions that more warps count, as long as nothing is spilled
+    rest = next((plane.dtype for plane in planes if plane.name == "master_rest"), None)
+    return _Shape(512, 2, 2, {None: 64, torch.int8: 68, torch.int16: 72}[rest])
 
 
 # tensors for which one program prepares scalars, and how many others it looks at together
@@ -137,6 +137,7 @@ def _prepare(table: Any, run: tuple[Scalars, int, int], tells: bool) -> _Launch:
     tables = (
         table.cells,
         table.steps,
+        table.kept,
         table.options,
         table.sums,
         measured,
@@ -154,6 +155,7 @@ def _prepare(table: Any, run: tuple[Scalars, int, int], tells: bool) -> _Launch:
         "DECIDES": decides,
         "COUNTS": decides and table.counts,
         "TELLS": tells,
+        "KEPT": len(scalars.kept),
         "CELLS_WIDTH": table.cells.shape[1],
         "OPTIONS_WIDTH": table.options.shape[1],
         "SCALARS_WIDTH": table.scalars.shape[1],

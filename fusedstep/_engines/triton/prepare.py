@@ -5,15 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import CLIP_ID, FOUND, GROUP, LIVE, SCALE, SKIP, SKIPPED
+from .. import CLIP_ID, FOUND, GROUP, LIVE, SCALE, SKIP, SKIPPED, WHOLE_NUMEL
 from .sums import folded, joined
 
-_LIVE, _GROUP, _CLIP_ID = map(tl.constexpr, (LIVE, GROUP, CLIP_ID))
+_LIVE, _GROUP, _CLIP_ID, _WHOLE_NUMEL = map(tl.constexpr, (LIVE, GROUP, CLIP_ID, WHOLE_NUMEL))
 _SKIP, _SCALE, _SKIPPED, _FOUND = map(tl.constexpr, (SKIP, SCALE, SKIPPED, FOUND))
 
 # what scalars are computed from
-INPUTS = ("step", "scale", "found_inf", "option", "fold", "clip_total", "all_total")
-_STEP, _SCALE_INPUT, _FOUND_INF, _OPTION, _FOLD, _CLIP_TOTAL, _ALL_TOTAL = map(tl.constexpr, range(len(INPUTS)))
+INPUTS = ("step", "scale", "found_inf", "option", "kept", "numel", "fold", "clip_total", "all_total")
+_STEP, _SCALE_INPUT, _FOUND_INF, _OPTION, _KEPT, _NUMEL, _FOLD, _CLIP_TOTAL, _ALL_TOTAL = map(
+    tl.constexpr, range(len(INPUTS))
+)
 
 
 # parts of nested constants, which Triton cannot take apart itself
@@ -32,6 +34,7 @@ def _part(nested, *places):
 def fusedstep_prepare(
     cells,
     steps,
+    kept,
     option_values,
     sums,
     measured,
@@ -51,6 +54,7 @@ def fusedstep_prepare(
     DECIDES: tl.constexpr,
     COUNTS: tl.constexpr,
     TELLS: tl.constexpr,
+    KEPT: tl.constexpr,
     CELLS_WIDTH: tl.constexpr,
     OPTIONS_WIDTH: tl.constexpr,
     SCALARS_WIDTH: tl.constexpr,
@@ -83,6 +87,11 @@ def fusedstep_prepare(
         elif _part(SOURCES, k, 0) == _OPTION:
             option = group * OPTIONS_WIDTH + _part(SOURCES, k, 1)
             inputs = inputs + (tl.load(option_values + option, here, other=0.5),)
+        elif _part(SOURCES, k, 0) == _KEPT:
+            found = tl.load(kept + _part(SOURCES, k, 1) * rows + t, here, other=0)
+            inputs = inputs + (found.to(zero.dtype),)
+        elif _part(SOURCES, k, 0) == _NUMEL:
+            inputs = inputs + (tl.load(row + _WHOLE_NUMEL, here, other=1).to(zero.dtype),)
         elif _part(SOURCES, k, 0) == _FOLD:
             inputs = inputs + (tl.load(sums + _part(SOURCES, k, 1) * rows + t, here, other=0),)
         elif _part(SOURCES, k, 0) == _CLIP_TOTAL:
@@ -94,10 +103,13 @@ def fusedstep_prepare(
     values = SCALARS(*inputs)
     for k in tl.static_range(COLUMNS):
         tl.store(scalars + t * SCALARS_WIDTH + FIRST_COLUMN + k, values[k], here)
+    live = tl.load(row + _LIVE, here, other=0) != 0
+    for k in tl.static_range(KEPT):
+        value = values[COLUMNS + DECIDES + k].to(kept.dtype.element_ty)
+        tl.store(kept + k * rows + t, value, here & live)
     if DECIDES:
         skip = values[COLUMNS] != 0
         if COUNTS:
-            live = tl.load(row + _LIVE, here, other=0) != 0
             tl.store(steps + t, count + 1, here & live & (values[COLUMNS] == 0))
         if TELLS:
             # all programs find the same: one tells

@@ -237,8 +237,8 @@ def sweep_function(sweep: Sweep, name: str, planes: tuple[Plane, ...]) -> Any:
 
 @functools.cache
 def scalars_function(scalars: Scalars, is_double: bool) -> Any:
-    """scalars(*inputs): the columns, then whether the step is to be skipped."""
+    """scalars(*inputs): the columns, whether the step is to be skipped, and what is kept."""
     skip = () if scalars.skip is None else (scalars.skip,)
-    results = (*scalars.columns, *skip)
+    results = (*scalars.columns, *skip, *scalars.kept)
     writer = _Writer("f" * len(scalars.inputs), _FLOAT64 if is_double else _FLOAT32)
     return _function("fusedstep_scalars", (), writer, scalars.code, results)
