@@ -7,10 +7,10 @@
 >>> optimizer.step()
 """
 
-from . import functional
+from . import functional, optimizers
 from .amp import GradScaler
-from .optimizers import SGD, Adam, AdamW, BertAdam, Lamb
+from .optimizers import *  # noqa: F403  (its __all__ is ours)
 from .rules import Optimizer
 
-__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "GradScaler", "Lamb", "Optimizer", "functional"]
+__all__ = ["GradScaler", "Optimizer", "functional", *optimizers.__all__]
 __version__ = "0.1.0"

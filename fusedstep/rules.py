@@ -59,7 +59,7 @@ from ._algorithm.language import (
 )
 from ._algorithm.program import Rule, make_rule
 from ._algorithm.step import keywords
-from ._torch.arguments import fixed, for_all, keyword, pair, triple
+from ._torch.arguments import extra, fixed, for_all, kept, keyword, pair, triple
 from ._torch.optimizer import Optimizer
 
 __all__ = [
@@ -69,9 +69,11 @@ __all__ = [
     "clamp",
     "cos",
     "exp",
+    "extra",
     "fixed",
     "fma",
     "for_all",
+    "kept",
     "keyword",
     "largest",
     "log",

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fusedstep
+from fusedstep._torch.arguments import keyword
 from fusedstep.optimizers.lamb import lamb as LAMB
 from fusedstep.optimizers.sgd import plain_sgd as PLAIN_SGD
-from fusedstep._torch.arguments import keyword
 
 SHAPES = ((4, 3), (5,), (40,), (2, 2))
 

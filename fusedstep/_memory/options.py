@@ -66,7 +66,7 @@ def read_group(optimizer: Any, i: int) -> GroupOptions:
     numbers: list[float] = [float(bool(group["maximize"]))]
     tensors: list[TensorOption] = []
     common = ("max_grad_norm", limit), ("clip_eps", optimizer.clip_eps), ("ema_decay", decay)
-    own = ((name, optimizer.number(name, group[name])) for name in optimizer.options)
+    own = ((name, optimizer.number(name, optimizer.option(group, name))) for name in optimizer.options)
     for name, value in (*((name, 0 if value is None else value) for name, value in common), *own):
         for number in _numbers(name, value, i, len(optimizer.options.get(name, (name,)))):
             if isinstance(number, Tensor):

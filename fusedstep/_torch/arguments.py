@@ -34,12 +34,21 @@ class Argument(NamedTuple):
     # held fixed by the class, or kept for each group by a rule: no argument of a constructor
     fixed: bool = False
     kept: bool = False
+    # in a group only if it is not the default
+    is_extra: bool = False
     scalars: tuple[str, ...] = ()
 
 
 def keyword(*, default: Any, kw_only: Literal[True]) -> Any:
     """An option that is passed by keyword only."""
     return Argument(default, kw_only=kw_only)
+
+
+def extra(*, default: Any, kw_only: Literal[True]) -> Any:
+    """The same, and a group has it only if it is not the default: groups then read as those of the optimizer
+    that this one replaces.
+    """
+    return Argument(default, kw_only=kw_only, is_extra=True)
 
 
 def for_all(*, default: Any, kw_only: Literal[True]) -> Any:
@@ -52,6 +61,11 @@ def fixed(*, default: Any, init: Literal[False]) -> Any:
     return Argument(default, fixed=not init)
 
 
+def kept(*, default: Any, init: Literal[False]) -> Any:
+    """What groups have, from this on, and no constructor takes."""
+    return Argument(default, kw_only=True, kept=not init)
+
+
 def pair(first: str, second: str, default: tuple, *, kw_only: bool = False) -> Any:
     """An option of two numbers, which rules take by these names."""
     return Argument(default, kw_only=kw_only, scalars=(first, second))
@@ -62,7 +76,7 @@ def triple(first: str, second: str, third: str, default: tuple, *, kw_only: bool
     return Argument(default, kw_only=kw_only, scalars=(first, second, third))
 
 
-@dataclass_transform(field_specifiers=(keyword, for_all, fixed, pair, triple))
+@dataclass_transform(field_specifiers=(keyword, extra, for_all, fixed, kept, pair, triple))
 class Declared:
     """For type checkers: subclasses have a constructor that takes what they declare."""
 
@@ -72,11 +86,11 @@ class Common(Declared):
 
     params: ParamsT
     maximize: bool = keyword(default=False, kw_only=True)
-    max_grad_norm: float | Tensor | None = keyword(default=None, kw_only=True)
+    max_grad_norm: float | Tensor | None = extra(default=None, kw_only=True)
     norm_type: float = for_all(default=2.0, kw_only=True)
     norm_group: Any = for_all(default=None, kw_only=True)
     skip_nonfinite: bool | str = for_all(default=False, kw_only=True)
-    ema_decay: float | Tensor | None = keyword(default=None, kw_only=True)
+    ema_decay: float | Tensor | None = extra(default=None, kw_only=True)
     statistics: bool = for_all(default=False, kw_only=True)
     state_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = for_all(
         default=None, kw_only=True

@@ -105,6 +105,10 @@ class Declaration(Common):
         self.check(options)
         check_flags(options)
 
+    def option(self, group: dict[str, Any], name: str) -> Any:
+        """An option of a group, which may leave out what is not its own."""
+        return group[name] if name in group else self.arguments[name].default
+
     def number(self, option: str, value: Any) -> Any:
         """The value of an option, a word as its number."""
         words = self.words.get(option)

@@ -48,11 +48,10 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         self.skip_nonfinite = as_skip(whole["skip_nonfinite"])
         # set to True, `statistics()` has something to tell
         self.collect_statistics = bool(whole["statistics"])
-        for name in ("max_grad_norm", "ema_decay"):
-            if defaults.get(name) is None and cls.arguments[name].default is None:
-                # groups then read as torch's do
-                defaults.pop(name, None)
         self._check(defaults)
+        for name, a in cls.arguments.items():
+            if a.is_extra and defaults[name] is a.default:
+                del defaults[name]
         engine, clip_scope = whole["engine"], whole.get("clip_scope", "global")
         if engine is not None and engine not in _engines.NAMES:
             raise ValueError(f"Invalid engine: {engine!r}; use one of {_engines.NAMES}, or None")

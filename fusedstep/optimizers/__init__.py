@@ -1,4 +1,10 @@
-"""SGD, Adam and AdamW with torch.optim's signatures, options, states and results; BertAdam and Lamb.
+"""Drop-ins for torch.optim's element-wise optimizers, and those that people pick besides.
+
+    SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD
+                   torch.optim's signatures, options, states and results
+    BertAdam, Lamb, LARS, NovoGrad, Lion, AdEMAMix, ADOPT, StableAdamW, Adan, ScheduleFreeAdamW,
+    ScheduleFreeSGD, Prodigy
+                   results of their authors' code, or the implementation that is used most
 
 Arguments that every class takes beyond its own:
 
@@ -32,9 +38,50 @@ Those that torch.optim has also take what they take there:
     differentiable must be False: a fused update is not recorded by autograd
 """
 
+from .adadelta import Adadelta
+from .adagrad import Adagrad
 from .adam import Adam, AdamW
+from .adamax import Adamax
+from .adan import Adan
+from .ademamix import AdEMAMix
+from .adopt import ADOPT
+from .asgd import ASGD
 from .bert_adam import BertAdam
 from .lamb import Lamb
+from .lars import LARS
+from .lion import Lion
+from .nadam import NAdam
+from .novograd import NovoGrad
+from .prodigy import Prodigy
+from .radam import RAdam
+from .rmsprop import RMSprop
+from .rprop import Rprop
+from .schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from .sgd import SGD
+from .stable_adamw import StableAdamW
 
-__all__ = ["SGD", "Adam", "AdamW", "BertAdam", "Lamb"]
+__all__ = [
+    "ADOPT",
+    "ASGD",
+    "LARS",
+    "SGD",
+    "AdEMAMix",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Adan",
+    "BertAdam",
+    "Lamb",
+    "Lion",
+    "NAdam",
+    "NovoGrad",
+    "Prodigy",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
+    "StableAdamW",
+]

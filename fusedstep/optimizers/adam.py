@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..rules import Optimizer, Rule, fixed, keyword, maximum, pair, rule, where
+from ..rules import Optimizer, Rule, extra, fixed, keyword, maximum, pair, rule, where
 from .checks import as_scalar, check_adam, check_tensors_allowed
 from .parts import MOMENTS, cautious, decayed, descended, moments
 
@@ -78,6 +78,7 @@ class Adam(Optimizer):
         amsgrad: divide by the largest `v` so far
         decoupled_weight_decay: decay the parameter instead, as AdamW does
         cautious: leave out of an update what goes against the gradient (Liang et al., 2024)
+        corrected_decay, peak_lr: of decoupled decay; see `AdamW`
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
@@ -101,9 +102,9 @@ class Adam(Optimizer):
     differentiable: bool = keyword(default=False, kw_only=True)
     fused: bool | None = keyword(default=None, kw_only=True)
     decoupled_weight_decay: bool = keyword(default=False, kw_only=True)
-    cautious: bool = keyword(default=False, kw_only=True)
-    corrected_decay: bool = fixed(default=False, init=False)
-    peak_lr: float | Tensor | None = fixed(default=None, init=False)
+    cautious: bool = extra(default=False, kw_only=True)
+    corrected_decay: bool = extra(default=False, kw_only=True)
+    peak_lr: float | Tensor | None = extra(default=None, kw_only=True)
 
     rules: ClassVar = (adam, adamw, adam_amsgrad, adamw_amsgrad, adam_cautious, adamw_cautious)
 
@@ -113,8 +114,8 @@ class Adam(Optimizer):
         arguments["betas"] = tuple(map(as_scalar, arguments["betas"]))
 
     def check(self, options: dict[str, Any]) -> None:
-        if options["cautious"] and options["amsgrad"]:
-            raise ValueError("cautious and amsgrad cannot be True together; choose one of them")
+        if options.get("cautious") and options["amsgrad"]:
+            raise ValueError("cautious=True and amsgrad=True do not go together; use one of them")
 
     def number(self, option: str, value: Any) -> Any:
         if option == "peak_lr" and value is None:
@@ -123,8 +124,8 @@ class Adam(Optimizer):
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if group["decoupled_weight_decay"]:
-            return adamw_cautious if group["cautious"] else adamw_amsgrad if group["amsgrad"] else adamw
-        return adam_cautious if group["cautious"] else adam_amsgrad if group["amsgrad"] else adam
+            return adamw_cautious if group.get("cautious") else adamw_amsgrad if group["amsgrad"] else adamw
+        return adam_cautious if group.get("cautious") else adam_amsgrad if group["amsgrad"] else adam
 
 
 class AdamW(Adam):
@@ -162,6 +163,4 @@ class AdamW(Adam):
     """
 
     weight_decay: float = 1e-2
-    corrected_decay: bool = keyword(default=False, kw_only=True)
-    peak_lr: float | Tensor | None = keyword(default=None, kw_only=True)
     decoupled_weight_decay: bool = fixed(default=True, init=False)

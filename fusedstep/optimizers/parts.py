@@ -15,6 +15,12 @@ def decayed(p, g, weight_decay):
     return where(weight_decay != 0, fma(weight_decay, p, g), g)
 
 
+def decayed_either(p, g, lr, weight_decay, decoupled):
+    """The parameter as AdamW decays it, or the gradient as Adam does."""
+    factor = where(decoupled != 0, 1 - lr * weight_decay, 1.0)
+    return factor * p, decayed(p, g, where(decoupled != 0, 0.0, weight_decay))
+
+
 def moments(g, m, v, beta1, beta2):
     return mix(m, g, beta1), squares(g, v, beta2)
 

@@ -1,0 +1,129 @@
+"""Optimizers that have a reference implementation, against runs of that: see recorded/record_family.py."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedstep
+
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "family.json").read_text())
+SHAPES = [(3, 4), (5,), (2, 3, 2, 2)]
+# options of references by our names; None: ours has nothing of the kind
+NAMES = {
+    "caution": "cautious",
+    "corrected_weight_decay": "corrected_decay",
+    "decoupled": "decouple",
+    "clip_lambda": "clip_exp",
+    "amsgrad": "amsgrad",
+}
+# what a reference always does, in our words
+ALWAYS = {
+    "timm.optim.NvNovoGrad": {
+        "betas": [0.95, 0.98],
+        "bias_correction": False,
+        "reg_inside_moment": True,
+        "grad_averaging": False,
+    },
+    "timm.optim.Adopt": {"clip_exp": 0.333},
+    "optimi.StableAdamW": {"eps": 1e-6},
+}
+# of other libraries' variants those that are not ours: another decay, another mean of what agrees, a bug
+NOT_OURS = {
+    "lion_pytorch.Lion": ("decoupled_weight_decay",),
+    "timm.optim.Lion": ("corrected_weight_decay",),
+    "pytorch_optimizer.Lion": ("cautious",),
+    "timm.optim.NvNovoGrad": ("amsgrad",),
+    "timm.optim.Adopt": ("caution", "corrected_weight_decay"),
+    "optimi.StableAdamW": ("decouple_lr",),
+    "timm.optim.Adan": ("caution",),
+    "pytorch_optimizer.Adan": ("maximize", "max_grad_norm"),
+    "pytorch_optimizer.AdEMAMix": ("cautious", "stable_adamw", "fixed_decay"),
+}
+WITHOUT = ("pytorch_optimizer.NovoGrad", "pytorch_optimizer.ADOPT", "pytorch_optimizer.AdamC")
+
+
+def ours_of(case):
+    """The options of our class, or None where it does something else on purpose."""
+    reference, options = case["reference"], dict(case["options"])
+    if reference in WITHOUT or any(options.get(name) for name in NOT_OURS.get(reference, ())):
+        return None
+    if options.get("caution") and options.get("amsgrad"):
+        return None
+    if reference == "pytorch_optimizer.AdEMAMix":
+        if options.get("weight_decay") and not options.pop("weight_decouple", False):
+            return None
+        options.pop("weight_decouple", None)
+    if reference == "pytorch_optimizer.StableAdamW" and not options.pop("weight_decouple", True):
+        return None
+    if reference == "pytorch_optimizer.Lion" and not options.pop("weight_decouple", True):
+        return None
+    if reference == "pytorch_optimizer.Adan":
+        options["no_prox"] = options.pop("weight_decouple", False)
+    return {**ALWAYS.get(reference, {}), **{NAMES.get(name, name): value for name, value in options.items()}}
+
+
+CASES = [case for case in RECORDED["cases"] if ours_of(case) is not None]
+
+
+def name_of(case):
+    options = "-".join(f"{name}={value}" for name, value in case["options"].items())
+    parts = case["reference"], options, "wave" * case["wave"], case["default_dtype"].removeprefix("float")
+    return "-".join(filter(None, parts))
+
+
+def start(dtype=torch.float64):
+    for k, shape in enumerate(SHAPES):
+        i = torch.arange(math.prod(shape), dtype=torch.float64)
+        yield torch.nn.Parameter((1.0 + 0.7 * i + 2.1 * k).sin().reshape(shape).to(dtype))
+
+
+def gradient(p, k, t):
+    i = torch.arange(p.numel(), dtype=torch.float64).reshape(p.shape)
+    pull = 0.3 * (p.detach().double() - (0.3 * i + k).cos())
+    return (pull + 0.5 * (0.9 * t + 1.7 * i + 0.4 * k).sin()).to(p.dtype)
+
+
+def run(optimizer, params, steps, wave=False):
+    """Parameters after every step."""
+    rate = optimizer.param_groups[0]["lr"]
+    for t in range(1, steps + 1):
+        if wave:
+            optimizer.param_groups[0]["lr"] = rate * (1 + 0.5 * math.sin(0.1 * t))
+        for k, p in enumerate(params):
+            p.grad = gradient(p, k, t)
+        optimizer.step()
+        yield t
+
+
+@pytest.fixture
+def default_dtype():
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+def close_to(params, recorded, tolerance):
+    for p, numbers in zip(params, recorded, strict=True):
+        expected = torch.tensor(numbers, dtype=torch.float64)
+        torch.testing.assert_close(p.detach().double().flatten(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_hundred_steps_are_those_of_the_reference(case, engine, default_dtype):
+    first = next(c for c in CASES if (c["optimizer"], c["wave"]) == (case["optimizer"], case["wave"]))
+    if engine == "triton" and case is not first:
+        pytest.skip("the interpreter takes long")
+    default_dtype(getattr(torch, case["default_dtype"]))
+    params = [*start()]
+    optimizer = getattr(fusedstep, case["optimizer"])(params, engine=engine, **ours_of(case))
+    # some keep a number of each tensor in float32
+    keeps = case["optimizer"] in ("NAdam", "ASGD", "NovoGrad") and case["default_dtype"] == "float32"
+    for t in run(optimizer, params, 10 if engine == "triton" else 100, case["wave"]):
+        if str(t) in case["params"]:
+            close_to(params, case["params"][str(t)], 1e-6 if keeps else 1e-9)
+    if "eval" in case and engine != "triton":
+        optimizer.eval()
+        close_to(params, case["eval"], 1e-9)
