@@ -9,8 +9,10 @@
 
 from . import functional, optimizers
 from .amp import GradScaler
+from .checking import check_rule
 from .optimizers import *  # noqa: F403  (its __all__ is ours)
+from .registry import by_name
 from .rules import Optimizer
 
-__all__ = ["GradScaler", "Optimizer", "functional", *optimizers.__all__]
+__all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", *optimizers.__all__]
 __version__ = "0.1.0"

@@ -5,6 +5,7 @@ are judged one step at a time, from wherever ours has come to, against the step 
 from there in float64: errors cannot add up, so the tolerance is that of one step, rounded once.
 """
 
+import inspect
 import io
 import pickle
 from contextlib import ExitStack
@@ -120,15 +121,23 @@ def step_beside_float64(ours, theirs, seed):
         if ours.state.get(p):
             theirs.state[q] = {name: real(s).to(torch.float64, copy=True) for name, s in ours.state[p].items()}
     roles = lambda optimizer, p: {"param": p.detach(), **optimizer.state.get(p, {})}
-    before = deepcopy([roles(theirs, q) for _, q in pairs])
+    before_all = deepcopy([roles(theirs, q) for _, q in pairs])
     ours.step()
-    theirs.step()
-    for (p, q), old in zip(pairs, before, strict=True):
+    # torch keeps what is a number of a tensor, and uses it, in the default dtype
+    torch.set_default_dtype(torch.float64)
+    try:
+        theirs.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for (p, q), old in zip(pairs, before_all, strict=True):
         found, expected = roles(ours, p), roles(theirs, q)
-        assert found.keys() == expected.keys()
+        # torch's Adagrad has states before there are gradients
+        assert found.keys() == expected.keys() or (not ours.state.get(p) and ours.__class__.__name__ == "Adagrad")
         for name, value in found.items():
             exact = expected[name].double()
-            assert_rounded_once(value, exact, old.get(name, exact), name)
+            # ASGD's average begins as the parameter
+            before = old["param"] if name == "ax" else old.get(name, exact)
+            assert_rounded_once(value, exact, before, name)
 
 
 def assert_rounded_once(found, exact, before, name):
@@ -221,6 +230,10 @@ def test_schedulers_act(case, engine, lr):
             assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
 
 
+def has_fused(cls):
+    return "fused" in inspect.signature(cls).parameters
+
+
 # torch asks for these on a GPU only
 CLASHES = [
     judge.ErrorOptimizerInput(judge.OptimizerInput(None, {"fused": True, flag: True}, flag), error_regex=words)
@@ -236,7 +249,7 @@ CLASHES = [
     [
         pytest.param(info.name, error, id=f"{info.name}-{error.optimizer_error_input.desc}")
         for info in INFOS
-        for error in info.optim_error_inputs_func("cpu", torch.float32) + CLASHES
+        for error in info.optim_error_inputs_func("cpu", torch.float32) + CLASHES * has_fused(info.optim_cls)
     ],
 )
 def test_wrong_input_is_refused_in_torchs_words(name, error):
@@ -279,7 +292,8 @@ def test_without_gradients_nothing_moves_and_no_state_appears(case, engine):
 
 @each
 def test_zero_gradients_move_nothing_where_nothing_decays(case, engine):
-    optimizer = case.ours(fresh(), engine, weight_decay=0)
+    decays = {"weight_decay", "lambd"} & {*inspect.signature(case.info.optim_cls).parameters}
+    optimizer = case.ours(fresh(), engine, **dict.fromkeys(decays, 0))
     give_grads(optimizer, 0, factor=0)
     optimizer.step()
     exactly(params_of(optimizer), fresh())
@@ -414,9 +428,14 @@ def test_parameters_on_meta_get_torchs_states_on_meta(case, engine):
         optimizer = make([Parameter(torch.empty(shape, device="meta")) for shape in SHAPES])
         for p in params_of(optimizer):
             p.grad = torch.empty_like(p)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            assert "item() cannot be called on meta" in str(error) and make == case.theirs
+            return
         states = [optimizer.state.get(p, {}) for p in params_of(optimizer)]
-        shapes.append([{n: (s.shape, s.is_meta or n == "step") for n, s in each.items()} for each in states])
+        numbers = ("step", "mu_product")
+        shapes.append([{n: (s.shape, s.is_meta or n in numbers) for n, s in each.items()} for each in states])
     assert shapes[0] == shapes[1]
 
 

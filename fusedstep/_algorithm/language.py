@@ -117,7 +117,8 @@ def operation(op: str, *args: Any) -> Value:
     for arg in args:
         if not isinstance(arg, (Value, int, float)):
             raise TypeError(f"a rule used a {type(arg).__name__}, {arg!r}, in {op!r}; use numbers and values")
-    return Value(op, *args)
+    made = next(type(arg) for arg in args if isinstance(arg, Value))
+    return made(op, *args)
 
 
 def _known(*args: Any) -> bool:
@@ -217,7 +218,7 @@ def largest(a):
 def _fold(a, kind):
     if _known(a):
         return a
-    value = Value("fold", a, kind)
+    value = type(a)("fold", a, kind)
     value.per_element, value.level = False, a.level + 1
     return value
 
@@ -229,7 +230,7 @@ def over_clip_group(fold):
 
 def over_all(fold):
     """A sum over the tensor as one over all tensors of the optimizer."""
-    return fold if _known(fold) else Value("all_total", fold)
+    return fold if _known(fold) else type(fold)("all_total", fold)
 
 
 def total_over_all(a):
@@ -239,7 +240,7 @@ def total_over_all(a):
 
 def report(name, a):
     """`a` itself, which `statistics()` tells by this name."""
-    return a if _known(a) else Value("report", a, name)
+    return a if _known(a) else type(a)("report", a, name)
 
 
 def plane(place: int) -> Value:

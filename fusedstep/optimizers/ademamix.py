@@ -51,7 +51,7 @@ class AdEMAMix(Optimizer):
     >>> p.square().sum().backward()
     >>> optimizer.step()
     >>> p.data
-    tensor([0.8999, 1.8999])
+    tensor([0.9000, 1.9000])
 
     Pagliardini, Ablin and Grangier, The AdEMAMix Optimizer: Better, Faster, Older, ICLR 2025.
     """

@@ -51,7 +51,7 @@ class NAdam(Optimizer):
     >>> p.square().sum().backward()
     >>> optimizer.step()
     >>> p.data
-    tensor([0.8379, 1.8379])
+    tensor([0.8944, 1.8944])
 
     Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016.
     """

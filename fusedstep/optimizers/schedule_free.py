@@ -135,7 +135,7 @@ class ScheduleFreeAdamW(_ScheduleFree):
     ...     optimizer.step()
     >>> optimizer.eval()
     >>> p.data
-    tensor([0.8507, 1.8504])
+    tensor([0.8527, 1.8513])
 
     Defazio et al., The Road Less Scheduled, NeurIPS 2024.
     """

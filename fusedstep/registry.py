@@ -1,0 +1,77 @@
+"""Optimizers by their names, for configuration files and for libraries that look them up."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from typing import Any
+
+from . import optimizers
+from .rules import Optimizer
+
+# by names as configuration files have them
+CLASSES: dict[str, type[Optimizer]] = {name.lower(): getattr(optimizers, name) for name in optimizers.__all__}
+_WORDS = {"true": True, "false": False, "none": None, "null": None, "inf": float("inf")}
+
+
+def by_name(name: str, **options: Any) -> Any:
+    """The class of this name, however it is written; with `options`, one that has these already.
+
+    Options may be strings, as some configuration files and command lines have them: numbers, tuples of them,
+    `true`, `false`, `none`.
+
+    >>> import torch, fusedstep
+    >>> fusedstep.by_name("adamw") is fusedstep.AdamW
+    True
+    >>> make = fusedstep.by_name("schedule-free_SGD", lr="1e-1", weight_decay="0.1")
+    >>> make([torch.nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
+    0.1
+    """
+    key = "".join(c for c in str(name).lower() if c.isalnum())
+    if key not in CLASSES:
+        raise ValueError(f"there is no optimizer {name!r}; there are {', '.join(optimizers.__all__)}")
+    cls = CLASSES[key]
+    if not options:
+        return cls
+    unknown = [option for option in options if option not in cls.arguments]
+    if unknown:
+        raise TypeError(f"{cls.__name__} takes no {unknown}; it takes {[*cls.arguments]}")
+    return functools.partial(cls, **{option: _understood(value) for option, value in options.items()})
+
+
+def _understood(value: Any) -> Any:
+    """What a string stands for; itself, if it is a word of its own."""
+    if not isinstance(value, str):
+        return value
+    if value.strip().lower() in _WORDS:
+        return _WORDS[value.strip().lower()]
+    try:
+        return ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError):
+        return value
+
+
+def register_with_timm(prefix: str = "fused_") -> list[str]:
+    """Have `timm.optim.create_optimizer_v2(model, opt="fused_lion")` make ours; returns all names.
+
+    Call it once, before timm makes an optimizer. timm hands over what a class takes of `eps`, `momentum` and
+    `betas`.
+    """
+    from timm.optim import OptimInfo
+    from timm.optim._optim_factory import default_registry
+
+    names = []
+    for name, cls in CLASSES.items():
+        betas = cls.arguments["betas"].scalars if "betas" in cls.arguments else ()
+        info = OptimInfo(
+            name=f"{prefix}{name}",
+            opt_class=cls,
+            description=f"fusedstep's {cls.__name__}",
+            has_eps="eps" in cls.arguments,
+            has_momentum="momentum" in cls.arguments,
+            has_betas=bool(betas),
+            num_betas=len(betas) or 2,
+        )
+        default_registry.register(info)
+        names.append(info.name)
+    return names
