@@ -140,8 +140,9 @@ class Report(NamedTuple):
 def check_rule(cls: type[Optimizer], steps: int = 20, **options: Any) -> Report:
     """Step an optimizer on every engine that this machine has, and compare with what its rule says.
 
-    The reference is the text of the rule, called with numbers in float64 instead of being compiled. Gradients
-    are random, those of the first group's rule with the given `options`.
+    The reference is the text of the rule, called with numbers in float64 instead of being compiled, for random
+    parameters and gradients and with these `options`. In float64 every element must agree; in float32, where a
+    rounding may turn a sign, nine of ten.
 
     >>> import fusedstep
     >>> report = fusedstep.check_rule(fusedstep.Lion, lr=0.01, weight_decay=0.1)

@@ -51,10 +51,11 @@ def _understood(value: Any) -> Any:
         return value
 
 
-def register_with_timm(prefix: str = "fused_") -> list[str]:
-    """Have `timm.optim.create_optimizer_v2(model, opt="fused_lion")` make ours; returns all names.
+def register_with_timm(prefix: str = "fused") -> list[str]:
+    """Have `timm.optim.create_optimizer_v2(model, opt="fusedlion")` make ours; returns all names.
 
-    Call it once, before timm makes an optimizer. timm hands over what a class takes of `eps`, `momentum` and
+    Call it once, before timm makes an optimizer. What is before an underscore timm takes for a wrapper, so a
+    prefix has none. timm hands over what a class takes of `eps`, `momentum` and
     `betas`.
     """
     from timm.optim import OptimInfo

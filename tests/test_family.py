@@ -127,3 +127,39 @@ def test_a_hundred_steps_are_those_of_the_reference(case, engine, default_dtype)
     if "eval" in case and engine != "triton":
         optimizer.eval()
         close_to(params, case["eval"], 1e-9)
+
+
+ONCE = [*{(case["optimizer"], case["wave"]): case for case in reversed(CASES)}.values()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ONCE, ids=name_of)
+def test_a_gpu_takes_the_steps_of_the_reference(case, default_dtype):
+    default_dtype(getattr(torch, case["default_dtype"]))
+    params = [torch.nn.Parameter(p.detach().cuda()) for p in start()]
+    optimizer = getattr(fusedstep, case["optimizer"])(params, **ours_of(case))
+    rate = optimizer.param_groups[0]["lr"]
+    keeps = case["optimizer"] in ("NAdam", "ASGD", "NovoGrad") and case["default_dtype"] == "float32"
+    for t in range(1, 101):
+        if case["wave"]:
+            optimizer.param_groups[0]["lr"] = rate * (1 + 0.5 * math.sin(0.1 * t))
+        for k, p in enumerate(params):
+            p.grad = gradient(p.cpu(), k, t).cuda()
+        optimizer.step()
+        if str(t) in case["params"]:
+            close_to([p.cpu() for p in params], case["params"][str(t)], 1e-6 if keeps else 1e-9)
+
+
+@pytest.mark.parametrize("name", fusedstep.optimizers.__all__)
+def test_engines_do_what_a_rule_says(name):
+    report = fusedstep.check_rule(getattr(fusedstep, name), steps=5)
+    assert report, report
+    assert {row.engine for row in report.rows} >= {"torch", "cpu"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", fusedstep.optimizers.__all__)
+def test_a_gpu_does_what_a_rule_says(name):
+    report = fusedstep.check_rule(getattr(fusedstep, name), steps=50)
+    assert report, report
+    assert ("triton", "cuda") in {(row.engine, row.device) for row in report.rows}

@@ -1087,18 +1087,18 @@ def test_a_distributed_checkpoint_is_loaded_by_one_process_and_by_two(two, tmp_p
 
 
 def left_out():
-    """A parameter of the first rank alone, which the other cannot sum over."""
-    params = [
-        nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        for mesh in (DeviceMesh("cpu", [0]), ranks.mesh(2))
-    ]
+    """A parameter of the first rank alone, which the other cannot sum over; beside a plain one."""
+    mesh = DeviceMesh("cpu", [0])
+    placed = lambda: distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    params = [nn.Parameter(placed()), nn.Parameter(torch.ones(3))]
     optimizer = Everything(params)
-    for p in params:
-        p.grad = distribute_tensor(torch.ones(4), p.device_mesh, [Shard(0)])
-    # the first rank would wait for the other
+    params[0].grad, params[1].grad = placed(), torch.ones(3)
     if torch.distributed.get_rank() == 1:
         with pytest.raises(RuntimeError, match=r"mesh \[0\] leaves out this rank"):
             optimizer.step()
+    else:
+        optimizer.step()
+    return float(optimizer.param_groups[0]["way"])
 
 
 def test_a_sum_over_all_with_a_mesh_that_leaves_out_a_rank_is_refused(two):

@@ -11,21 +11,20 @@ from fusedstep._algorithm import language
 from fusedstep._algorithm.program import compile_step, make_rule
 
 _LION = """
-from fusedstep._algorithm.language import where
-from fusedstep._algorithm.program import make_rule
-from fusedstep._torch.arguments import pair
-from fusedstep._torch.optimizer import Optimizer
+import fusedstep
+from fusedstep.rules import pair, rule, where
 
+@rule(states={{"m": "exp_avg"}})
 def lion(p, g, m, *, lr, beta1, beta2, weight_decay):
     u = beta1 * m + (1 - beta1) * g
     u = where(u > 0, 1.0, where(u < 0, -1.0, 0.0)) + weight_decay * p
     return p {sign} lr * u, beta2 * m + (1 - beta2) * g
 
-class Lion(Optimizer):
+class Lion(fusedstep.Optimizer):
+    rule = lion
     lr: float = 1e-4
-    betas: tuple = pair("beta1", "beta2", default=(0.9, 0.99))
+    betas: tuple = pair("beta1", "beta2", (0.9, 0.99))
     weight_decay: float = 0.0
-    rules = (make_rule(lion, {{"m": "exp_avg"}}),)
 """
 
 _SCRIPT = """
@@ -86,12 +85,14 @@ def test_what_a_rule_cannot_do_is_told_at_its_own_line(body, message):
 def test_arguments_and_results_of_a_rule_are_checked():
     with pytest.raises(TypeError, match=r"takes \['p', 'g', 'm'\] by position.*\['p', 'g', 'b'\]"):
         make_rule(lambda p, g, m, *, lr: (p, m), {"b": "momentum_buffer"})
-    with pytest.raises(TypeError, match="return the new parameter and the new states, a tuple of 1"):
+    with pytest.raises(
+        TypeError, match="return the new parameter and what is kept, as it is now: a tuple of 1"
+    ):
         compile_step(make_rule(lambda p, g, *, lr: p, {}))
 
 
 def test_a_rule_may_be_a_lambda_and_ignore_its_gradient(engine):
-    from fusedstep._torch.optimizer import Optimizer
+    from fusedstep import Optimizer
 
     class Decay(Optimizer):
         lr: float = 0.5
@@ -107,7 +108,7 @@ def test_a_rule_may_be_a_lambda_and_ignore_its_gradient(engine):
 
 
 def test_an_option_that_no_argument_declares_is_refused_when_the_class_is_made():
-    from fusedstep._torch.optimizer import Optimizer
+    from fusedstep import Optimizer
 
     with pytest.raises(TypeError, match=r"takes \['rate'\].*declare an option of that name"):
 

@@ -132,7 +132,7 @@ def step_beside_float64(ours, theirs, seed):
     for (p, q), old in zip(pairs, before_all, strict=True):
         found, expected = roles(ours, p), roles(theirs, q)
         # torch's Adagrad has states before there are gradients
-        assert found.keys() == expected.keys() or (not ours.state.get(p) and ours.__class__.__name__ == "Adagrad")
+        assert found.keys() == expected.keys() or (not ours.state.get(p) and type(ours) is fusedstep.Adagrad)
         for name, value in found.items():
             exact = expected[name].double()
             # ASGD's average begins as the parameter
@@ -420,6 +420,10 @@ def test_state_dict_and_repr_read_as_torchs(case):
     assert repr(case.ours(fresh())) == repr(case.info.optim_cls(fresh(), **case.kwargs))
 
 
+# torch's read numbers of their states
+READ_ON_META = ("ASGD", "Rprop")
+
+
 @pytest.mark.parametrize("engine", [None, "torch"])
 @each_case
 def test_parameters_on_meta_get_torchs_states_on_meta(case, engine):
@@ -428,11 +432,11 @@ def test_parameters_on_meta_get_torchs_states_on_meta(case, engine):
         optimizer = make([Parameter(torch.empty(shape, device="meta")) for shape in SHAPES])
         for p in params_of(optimizer):
             p.grad = torch.empty_like(p)
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            assert "item() cannot be called on meta" in str(error) and make == case.theirs
+        if case.info.name in READ_ON_META and make == case.theirs:
+            with pytest.raises(RuntimeError, match="cannot be called on meta"):
+                optimizer.step()
             return
+        optimizer.step()
         states = [optimizer.state.get(p, {}) for p in params_of(optimizer)]
         numbers = ("step", "mu_product")
         shapes.append([{n: (s.shape, s.is_meta or n in numbers) for n, s in each.items()} for each in states])

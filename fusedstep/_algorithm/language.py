@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 _SUPPORTED = (
     "operators, comparisons and abs, clamp, cos, exp, fma, log, maximum, minimum, mix, power, sign, sqrt, tanh "
-    "and where of fusedstep._algorithm.language"
+    "and where of fusedstep.rules"
 )
 
 
@@ -117,7 +117,7 @@ def operation(op: str, *args: Any) -> Value:
     for arg in args:
         if not isinstance(arg, (Value, int, float)):
             raise TypeError(f"a rule used a {type(arg).__name__}, {arg!r}, in {op!r}; use numbers and values")
-    made = next(type(arg) for arg in args if isinstance(arg, Value))
+    made = next((type(arg) for arg in args if isinstance(arg, Value)), Value)
     return made(op, *args)
 
 

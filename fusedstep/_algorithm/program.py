@@ -91,6 +91,16 @@ def make_rule(
     return Rule(update, tuple(states.items()), saves_step, tuple(nonnegative), *kept_once)
 
 
+def _check_first_only(rule: Rule, values: list[Value]) -> None:
+    """Raise where a rule that does not save the step count asks more than whether it is 1."""
+    is_count = lambda arg: isinstance(arg, Value) and arg.op == "given" and arg.args[0] == "step"
+    if any(value.op not in ("eq", "ne") and any(map(is_count, value.args)) for value in values):
+        raise TypeError(
+            f"rule {rule.update.__name__!r} does not save the step count, and asks more than whether this is the "
+            "first step; use saves_step=True, or only `step == 1`"
+        )
+
+
 class Fold(NamedTuple):
     """A value that is summed over each tensor (kind "sum"), or of which the largest is taken ("max")."""
 
@@ -225,6 +235,8 @@ def compile_step(
     names = slot_names(rule, averages)
     planes, slots = _placed(names, formats or (Plain(torch.float32),) * len(names))
     graph = trace_step(rule, slots, spec, averages)
+    if not rule.saves_step:
+        _check_first_only(rule, reachable([*graph.stores.values(), *graph.kept]))
     # gradients are not read back
     lossy = [at for i, (format, places) in enumerate(slots) if i != GRAD and format.loses_bits for at in places]
     cut = Cut(graph, spec, frozenset(lossy), len(planes))

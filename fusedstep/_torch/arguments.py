@@ -39,9 +39,9 @@ class Argument(NamedTuple):
     scalars: tuple[str, ...] = ()
 
 
-def keyword(*, default: Any, kw_only: Literal[True]) -> Any:
-    """An option that is passed by keyword only."""
-    return Argument(default, kw_only=kw_only)
+def keyword(*, default: Any, kw_only: Literal[True], scalar: str = "") -> Any:
+    """An option that is passed by keyword only; rules may take it by another name."""
+    return Argument(default, kw_only=kw_only, scalars=(scalar,) if scalar else ())
 
 
 def extra(*, default: Any, kw_only: Literal[True]) -> Any:

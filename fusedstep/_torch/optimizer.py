@@ -29,7 +29,7 @@ from .._memory.shards import (
 from .._memory.storage import AS_PARAMETER, IN_GROUPS
 from .._memory.table import CLIP_SCOPES
 from .arguments import as_seed, as_skip, with_tuples
-from .declaration import Declaration
+from .declaration import COMMON_ARGUMENTS, Declaration
 from .saving import Saving
 from .statistics import Statistics, collected
 from .storing import Storing
@@ -50,8 +50,8 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         self.collect_statistics = bool(whole["statistics"])
         self._check(defaults)
         for name, a in cls.arguments.items():
-            if a.is_extra and defaults[name] is a.default:
-                del defaults[name]
+            if a.is_extra and defaults.get(name, a.default) is a.default:
+                defaults.pop(name, None)
         engine, clip_scope = whole["engine"], whole.get("clip_scope", "global")
         if engine is not None and engine not in _engines.NAMES:
             raise ValueError(f"Invalid engine: {engine!r}; use one of {_engines.NAMES}, or None")
@@ -66,6 +66,9 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         self.state_dtype, self.master, self.rounding = (whole[n] for n in ("state_dtype", "master", "rounding"))
         self.seed = as_seed(whole["seed"])
         self.norm_type, self.norm_group = float(whole["norm_type"]), whole["norm_group"]
+        for name in whole.keys() - COMMON_ARGUMENTS.keys() - {"clip_scope"}:
+            # of a subclass
+            setattr(self, name, whole[name])
         # as torch has it: the constructor's word alone, whatever groups and checkpoints say
         fused = defaults.get("fused")
         self._unscales = None if fused is None else bool(fused)

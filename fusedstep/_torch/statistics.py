@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ class _Measured(NamedTuple):
     update_norms: Tensor
     clip_factors: Tensor
     nonfinites: Tensor
-    # LAMB's; None for others
+    # of LAMB and LARS; None for others
     trust_ratios: Tensor | None
 
 
@@ -41,6 +42,8 @@ class Statistics(_Measured):
 
     # of the parameters, None unless all were given with theirs; no field: those are all tensors
     names: tuple[str, ...] | None = None
+    # what a rule of one's own reports of each, by the names it has there
+    reports: Mapping[str, Tensor] = MappingProxyType({})
 
     def by_name(self, field: str) -> dict[str, float]:
         """What a field says of each parameter, by its name. This waits for the device.
@@ -53,11 +56,13 @@ class Statistics(_Measured):
         >>> optimizer.statistics().by_name("nonfinites")
         {'weight': 1.0, 'bias': 0.0}
         """
-        if field not in _OF_EACH:
-            raise ValueError(f"{field!r} does not tell of each parameter; use one of {_OF_EACH}")
-        values = getattr(self, field)
+        if field not in (*_OF_EACH, *self.reports):
+            raise ValueError(
+                f"{field!r} does not tell of each parameter; use one of {(*_OF_EACH, *self.reports)}"
+            )
+        values = self.reports[field] if field in self.reports else getattr(self, field)
         if values is None:
-            raise ValueError(f"this optimizer has no {field}; Lamb has")
+            raise ValueError(f"this optimizer has no {field}; Lamb and LARS have")
         if self.names is None:
             raise RuntimeError(
                 "the optimizer knows no names of its parameters; construct it from model.named_parameters()"
@@ -82,7 +87,9 @@ def _of_bucket(table: Table, bucket: Bucket) -> dict[str, Tensor]:
         "update_norms": torch.where(skipped, 0, sums["update"].sqrt()),
         "clip_factors": torch.where(skipped, torch.nan, torch.ones_like(grads)),
     }
-    found |= {f"{name}s": torch.where(skipped, torch.nan, value) for name, value in reports.items()}
+    for name, value in reports.items():
+        field = f"{name}s" if f"{name}s" in _OF_EACH else name
+        found[field] = torch.where(skipped, torch.nan, value)
     if not table.spec.measures_first:
         # nothing was read of a step that was skipped
         for name in ("grad_norms", "nonfinites"):
@@ -118,6 +125,7 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor], names: dict[Ten
     each: dict[str, Any] = {"trust_ratios": None}
     for name, values in of_rows.items():
         each[name] = values.new_full((len(params),), torch.nan).index_copy_(0, places, values)
+    reports = {name: each.pop(name) for name in [*each] if name not in _OF_EACH}
 
     def measured(name: str, otherwise: float) -> Tensor:
         return torch.where(live, of_rows[name], otherwise)
@@ -132,6 +140,7 @@ def collected(tables: Sequence[Table], params: Sequence[Tensor], names: dict[Ten
         nonfinite=measured("nonfinites", 0).sum(),
         **each,
     )
+    seen.reports = reports
     if len(names) == len(params):
         seen.names = tuple(names[p] for p in params)
     return seen

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -27,96 +27,8 @@ from fusedstep import functional
 from . import cold, host, timing
 from .shapes import MODELS
 from .sharded import sharded
+from .works import CPU, DTYPES, GPU, Work, text_of
 
-
-def _text(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-class Work(NamedTuple):
-    """One row of the benchmark: an optimizer of ours, and those it is timed with, where installed."""
-
-    model: str
-    optimizer: str
-    options: dict[str, Any]
-    dtype: str
-    peers: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.optimizer}({_text(self.options)}) {self.dtype}"
-
-
-Row = tuple[str, dict[str, Any], tuple[str, ...]]
-_TORCH: list[Row] = [
-    ("AdamW", {}, ("torch.optim.AdamW",)),
-    ("Adam", {}, ("torch.optim.Adam",)),
-    ("SGD", {"momentum": 0.9}, ("torch.optim.SGD",)),
-]
-_LAMB = ("timm.optim.Lamb", "pytorch_optimizer.Lamb")
-_NORMS: list[Row] = [
-    ("Lamb", {}, _LAMB),
-    ("Lamb", {"max_grad_norm": None}, _LAMB),
-    ("BertAdam", {}, ()),
-    ("AdamW", {"max_grad_norm": 1.0}, ()),
-]
-_FUNCTIONAL: Row = ("functional.adamw_", {}, ("fusedstep.AdamW",))
-# unscale, look for infinities, clip, update, drop gradients
-_WHOLE: Row = ("AdamW", {"max_grad_norm": 1.0, "scaler": True}, ("torch.optim.AdamW",))
-# as torch's scaler calls one with fused=True, after a pass of its own that is not timed: gradients are unscaled
-# where they are, by one so that they last
-_UNSCALED: Row = ("AdamW", {"grad_scale": 1.0}, ("torch.optim.AdamW",))
-# what goes along with the update
-_ALONG: list[Row] = [
-    ("AdamW", {"statistics": True}, ("fusedstep.AdamW",)),
-    ("AdamW", {"ema_decay": 0.999}, ()),
-    ("AdamW", {"max_grad_norm": 1.0, "norm_type": math.inf}, ()),
-    ("AdamW", {"max_grad_norm": 1.0, "skip_nonfinite": True, "statistics": True}, ()),
-]
-# the same as DTensors, of which one rank holds everything
-_SHARDED: list[Row] = [
-    ("AdamW", {"sharded": True}, ("fusedstep.AdamW", "torch.optim.AdamW")),
-    ("AdamW", {"sharded": True, "max_grad_norm": 1.0}, ("fusedstep.AdamW",)),
-    ("Lamb", {"sharded": True}, ("fusedstep.Lamb",)),
-]
-# how states, masters and roundings are stored
-_STORED: list[Row] = [
-    ("AdamW", {"state_dtype": "int8", "master": "split8"}, ("fusedstep.AdamW",)),
-    ("AdamW", {"state_dtype": "int8", "master": "split"}, ()),
-    ("AdamW", {"state_dtype": "int8"}, ()),
-    ("AdamW", {"state_dtype": "int8", "master": "split8", "max_grad_norm": 1.0}, ()),
-    ("AdamW", {"state_dtype": "float32", "master": "split"}, ()),
-    ("AdamW", {"state_dtype": "float32", "master": "float32"}, ()),
-    ("AdamW", {"master": "split"}, ()),
-    ("AdamW", {"rounding": "stochastic"}, ()),
-    ("AdamW", {"state_dtype": "int8", "rounding": "stochastic"}, ()),
-    ("SGD", {"momentum": 0.9, "state_dtype": "int8", "master": "split8"}, ()),
-    ("Lamb", {"state_dtype": "int8", "master": "split8"}, ()),
-]
-# of parameter and gradient, and of the states
-DTYPES = {
-    "fp32": (torch.float32, torch.float32),
-    "fp16": (torch.float16, torch.float16),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "bf16/fp32": (torch.bfloat16, torch.float32),
-}
-CPU = [Work("bert-base", o, k, d, p) for d in ("fp32", "bf16", "fp16") for o, k, p in _TORCH]
-CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED)]
-CPU += [Work("1000 x 64", o, k, "fp32", p) for o, k, p in (*_TORCH, _NORMS[0])]
-CPU += [Work("400 x 1024", o, k, "fp32", p) for o, k, p in _SHARDED]
-GPU = [
-    Work(model, o, k, dtype, p)
-    for model in ("bert-large", "llama-1b", "resnet-50", "400 x 1024", "465 groups")
-    for dtype in ("fp32", "bf16", "bf16/fp32")
-    for o, k, p in _TORCH
-]
-GPU += [
-    Work(model, o, k, "fp32", p)
-    for model in ("bert-large", "400 x 1024")
-    for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED, *_ALONG, *_SHARDED)
-]
-GPU += [Work(model, o, k, "bf16", p) for model in ("bert-large", "llama-1b") for o, k, p in _STORED]
-CPU += [Work("bert-base", o, k, "bf16", p) for o, k, p in _STORED]
-CPU += [Work("bert-base", "AdamW", {"state_dtype": "int8"}, "fp32", ("fusedstep.AdamW",))]
 # what is timed otherwise, and chosen by its name
 _OTHERS: dict[str, Any] = {"host": host, "cold": cold}
 
@@ -197,8 +109,8 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
     steps = {"ours": _step(f"fusedstep.{work.optimizer}", work, device, state_dtype=state_dtype)}
     # torch keeps states in the parameter's dtype: the nearest it has to the mixed case
     for peer in filter(_is_there, work.peers):
-        fused = {"fused": True} if peer.startswith("torch.") else {}
-        steps[peer] = _step(peer, _plain(work) if peer.startswith("fusedstep.") else work, device, **fused)
+        of_peer = _plain(work) if peer.startswith("fusedstep.") else work
+        steps[peer] = _step(peer, of_peer, device, **_fastest(peer))
     for step in (*steps.values(),) * 2:  # compiled and allocated before the clock starts
         step()
     times = (timing.on_cpu if device == "cpu" else timing.on_gpu)([*steps.values()], rounds)
@@ -208,6 +120,13 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
         parameters = sum(math.prod(shape) for shape in MODELS[work.model])
         result["limit"] = bytes_per_parameter(work) * parameters / bandwidth
     return result
+
+
+def _fastest(peer: str) -> dict[str, bool]:
+    """How torch is asked for the fastest it has."""
+    if not peer.startswith("torch."):
+        return {}
+    return {"fused" if "fused" in inspect.signature(_class(peer)).parameters else "foreach": True}
 
 
 def _plain(work: Work) -> Work:
@@ -346,7 +265,7 @@ def bytes_per_parameter(work: Work) -> float:
 
 
 def table(results: list[dict], device: str) -> Table:
-    view = Table(title="milliseconds a step, medians; torch.optim with fused=True")
+    view = Table(title="milliseconds a step, medians; torch.optim with fused=True, or else foreach=True")
     columns = ["model", "optimizer", "dtype", "ours", "peer", "its", "speed-up"]
     if device == "cuda":
         columns[3:] = ["device", "of the limit", "host", "peer", "its device", "speed-up", "its host", "ratio"]
@@ -354,7 +273,7 @@ def table(results: list[dict], device: str) -> Table:
         view.add_column(column, justify="left" if i < 3 or column == "peer" else "right")
     for r in results:
         ours = r["ours"]
-        row = [r["model"], f"{r['optimizer']}({_text(r['options'])})", r["dtype"], f"{ours['device']:.3f}"]
+        row = [r["model"], f"{r['optimizer']}({text_of(r['options'])})", r["dtype"], f"{ours['device']:.3f}"]
         if device == "cuda":
             row += [f"{100 * r['limit'] / ours['device']:.1f} %", f"{ours['host']:.3f}"]
         for peer, its in r["peers"].items() or [("", None)]:
@@ -380,7 +299,7 @@ def chart(results: list[dict], facts: dict[str, str], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [f"{r['model']}  {r['optimizer']}({_text(r['options'])})  {r['dtype']}" for r in results]
+    names = [f"{r['model']}  {r['optimizer']}({text_of(r['options'])})  {r['dtype']}" for r in results]
     # steps in a row take as long as the slower of device and host
     ratios = [max(_torchs(r).values()) / max(r["ours"].values()) for r in results]
     figure, axes = plt.subplots(figsize=(8, 1 + 0.2 * len(results)), layout="constrained")

@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..rules import Optimizer, abs, fma, keyword, largest, pair, power, rule, sqrt, total, where
+from ..rules import Optimizer, Rule, abs, fma, keyword, largest, pair, power, rule, sqrt, total, where
 from .checks import check_betas, check_lr, check_not_negative
 
 
 @rule(states={"m": "exp_avg"}, scalars={"n": "exp_avg_sq"})
 def novograd(
-    p,
-    g,
-    m,
-    n,
-    *,
-    step,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    bias_correction,
-    reg_inside_moment,
-    grad_averaging,
-    by_largest,
-    init_zero,
+    p, g, m, n, *, step, lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging, init_zero
 ):
-    size = where(by_largest != 0, largest(abs(g)), total(g * g))
-    n = fma(1 - beta2, size, beta2 * where(step == 1, where(init_zero != 0, 0.0, size), n))
+    n = blended(n, total(g * g), step, beta2, init_zero)
+    options = lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging
+    return *descended(p, g, m, sqrt(n), step, *options), n
+
+
+@rule(states={"m": "exp_avg"}, scalars={"n": "exp_avg_sq"})
+def novograd_largest(
+    p, g, m, n, *, step, lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging, init_zero
+):
+    n = blended(n, largest(abs(g)), step, beta2, init_zero)
+    options = lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging
+    return *descended(p, g, m, n, step, *options), n
+
+
+def blended(n, size, step, beta2, init_zero):
+    return fma(1 - beta2, size, beta2 * where(step == 1, where(init_zero != 0, 0.0, size), n))
+
+
+def descended(
+    p, g, m, norm, step, lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging
+):
     bias1 = 1 - bias_correction * power(beta1, step)
     bias2 = 1 - bias_correction * power(beta2, step)
-    scale = 1 / (where(by_largest != 0, n, sqrt(n)) / sqrt(bias2) + eps)
-    inside = where(reg_inside_moment != 0, fma(weight_decay, p, scale * g), g)
-    m = fma(1 - grad_averaging * beta1, inside, beta1 * m)
-    u = where(reg_inside_moment != 0, m / bias1, fma(weight_decay, p, scale * (m / bias1)))
-    return fma(-lr, u, p), m, n
+    scale = 1 / (norm / sqrt(bias2) + eps)
+    m = fma(1 - grad_averaging * beta1, where(inside != 0, fma(weight_decay, p, scale * g), g), beta1 * m)
+    u = where(inside != 0, m / bias1, fma(weight_decay, p, scale * (m / bias1)))
+    return fma(-lr, u, p), m
 
 
 class NovoGrad(Optimizer):
-    r"""NovoGrad: Adam with one second moment for a whole tensor; as Apex's FusedNovoGrad.
+    r"""NovoGrad: Adam with one second moment for a whole tensor; by the source of Apex's FusedNovoGrad.
 
     .. math::
         n &\leftarrow \beta_2 n + (1 - \beta_2) \lVert g \rVert^2
@@ -82,12 +85,15 @@ class NovoGrad(Optimizer):
     betas: tuple[float, float] = pair("beta1", "beta2", default=(0.9, 0.999))
     eps: float = 1e-8
     weight_decay: float = 0.0
-    reg_inside_moment: bool = keyword(default=False, kw_only=True)
+    reg_inside_moment: bool = keyword(default=False, kw_only=True, scalar="inside")
     grad_averaging: bool = keyword(default=True, kw_only=True)
     by_largest: bool = keyword(default=False, kw_only=True)
     init_zero: bool = keyword(default=False, kw_only=True)
 
-    rule = novograd
+    rules: ClassVar = (novograd, novograd_largest)
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        return novograd_largest if group["by_largest"] else novograd
 
     def check(self, options: dict[str, Any]) -> None:
         check_lr(options["lr"])

@@ -1,0 +1,127 @@
+"""What `fusedstep bench` times: models, optimizers with their options, dtypes, and peers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+
+def text_of(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+class Work(NamedTuple):
+    """One row of the benchmark: an optimizer of ours, and those it is timed with, where installed."""
+
+    model: str
+    optimizer: str
+    options: dict[str, Any]
+    dtype: str
+    peers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.optimizer}({text_of(self.options)}) {self.dtype}"
+
+
+Row = tuple[str, dict[str, Any], tuple[str, ...]]
+_TORCH: list[Row] = [
+    ("AdamW", {}, ("torch.optim.AdamW",)),
+    ("Adam", {}, ("torch.optim.Adam",)),
+    ("SGD", {"momentum": 0.9}, ("torch.optim.SGD",)),
+]
+_LAMB = ("timm.optim.Lamb", "pytorch_optimizer.Lamb")
+_NORMS: list[Row] = [
+    ("Lamb", {}, _LAMB),
+    ("Lamb", {"max_grad_norm": None}, _LAMB),
+    ("BertAdam", {}, ()),
+    ("AdamW", {"max_grad_norm": 1.0}, ()),
+]
+_FUNCTIONAL: Row = ("functional.adamw_", {}, ("fusedstep.AdamW",))
+# unscale, look for infinities, clip, update, drop gradients
+_WHOLE: Row = ("AdamW", {"max_grad_norm": 1.0, "scaler": True}, ("torch.optim.AdamW",))
+# as torch's scaler calls one with fused=True, after a pass of its own that is not timed: gradients are unscaled
+# where they are, by one so that they last
+_UNSCALED: Row = ("AdamW", {"grad_scale": 1.0}, ("torch.optim.AdamW",))
+# what goes along with the update
+_ALONG: list[Row] = [
+    ("AdamW", {"statistics": True}, ("fusedstep.AdamW",)),
+    ("AdamW", {"ema_decay": 0.999}, ()),
+    ("AdamW", {"max_grad_norm": 1.0, "norm_type": math.inf}, ()),
+    ("AdamW", {"max_grad_norm": 1.0, "skip_nonfinite": True, "statistics": True}, ()),
+]
+# the same as DTensors, of which one rank holds everything
+_SHARDED: list[Row] = [
+    ("AdamW", {"sharded": True}, ("fusedstep.AdamW", "torch.optim.AdamW")),
+    ("AdamW", {"sharded": True, "max_grad_norm": 1.0}, ("fusedstep.AdamW",)),
+    ("Lamb", {"sharded": True}, ("fusedstep.Lamb",)),
+]
+# how states, masters and roundings are stored
+_STORED: list[Row] = [
+    ("AdamW", {"state_dtype": "int8", "master": "split8"}, ("fusedstep.AdamW",)),
+    ("AdamW", {"state_dtype": "int8", "master": "split"}, ()),
+    ("AdamW", {"state_dtype": "int8"}, ()),
+    ("AdamW", {"state_dtype": "int8", "master": "split8", "max_grad_norm": 1.0}, ()),
+    ("AdamW", {"state_dtype": "float32", "master": "split"}, ()),
+    ("AdamW", {"state_dtype": "float32", "master": "float32"}, ()),
+    ("AdamW", {"master": "split"}, ()),
+    ("AdamW", {"rounding": "stochastic"}, ()),
+    ("AdamW", {"state_dtype": "int8", "rounding": "stochastic"}, ()),
+    ("SGD", {"momentum": 0.9, "state_dtype": "int8", "master": "split8"}, ()),
+    ("Lamb", {"state_dtype": "int8", "master": "split8"}, ()),
+]
+# the others: with what torch has of the kind
+_FAMILY: list[Row] = [
+    (name, options, (f"torch.optim.{name}",) if hasattr(torch.optim, name) else ())
+    for name, options in (
+        ("RMSprop", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("Adamax", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("Rprop", {}),
+        ("ASGD", {}),
+        ("Lion", {}),
+        ("Lion", {"cautious": True}),
+        ("LARS", {"momentum": 0.9, "weight_decay": 1e-4}),
+        ("NovoGrad", {}),
+        ("AdEMAMix", {}),
+        ("ADOPT", {}),
+        ("StableAdamW", {}),
+        ("Adan", {}),
+        ("ScheduleFreeAdamW", {}),
+        ("ScheduleFreeSGD", {}),
+        ("Prodigy", {}),
+        ("AdamW", {"cautious": True}),
+    )
+]
+# of parameter and gradient, and of the states
+DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16/fp32": (torch.bfloat16, torch.float32),
+}
+CPU = [Work("bert-base", o, k, d, p) for d in ("fp32", "bf16", "fp16") for o, k, p in _TORCH]
+CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED)]
+CPU += [Work("1000 x 64", o, k, "fp32", p) for o, k, p in (*_TORCH, _NORMS[0])]
+CPU += [Work("400 x 1024", o, k, "fp32", p) for o, k, p in _SHARDED]
+GPU = [
+    Work(model, o, k, dtype, p)
+    for model in ("bert-large", "llama-1b", "resnet-50", "400 x 1024", "465 groups")
+    for dtype in ("fp32", "bf16", "bf16/fp32")
+    for o, k, p in _TORCH
+]
+GPU += [
+    Work(model, o, k, "fp32", p)
+    for model in ("bert-large", "400 x 1024")
+    for o, k, p in (*_NORMS, _FUNCTIONAL, _WHOLE, _UNSCALED, *_ALONG, *_SHARDED)
+]
+GPU += [Work(model, o, k, "bf16", p) for model in ("bert-large", "llama-1b") for o, k, p in _STORED]
+CPU += [Work("bert-base", o, k, "bf16", p) for o, k, p in _STORED]
+CPU += [Work("bert-base", "AdamW", {"state_dtype": "int8"}, "fp32", ("fusedstep.AdamW",))]
+GPU += [Work(model, o, k, "fp32", p) for model in ("bert-large", "llama-1b") for o, k, p in _FAMILY]
+CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in _FAMILY]
