@@ -12,11 +12,12 @@ from typing import Any
 
 from .code import Code, Leaf, linear, reachable
 from .language import Value
-from .step import GRAD, OF_TENSOR, Graph, StepSpec
+from .step import FOUND_INF, GRAD, GRAD_SCALE, OF_TENSOR, Graph, StepSpec
 
 # exact on any precision, so they need not be done in float64: a condition is no column of numbers
 _EXACT = ("neg", "lt", "le", "gt", "ge", "eq", "ne", "constant")
-_NOT_OPTIONS = (*OF_TENSOR, "scale", "found_inf")
+# what is given besides options, as engines call it
+_KINDS = {**{name: name for name in OF_TENSOR}, GRAD_SCALE: "scale", FOUND_INF: "found_inf"}
 
 
 class Cut:
@@ -111,7 +112,7 @@ def uniform_code(roots: Iterable[Value], fold_rows: dict[Value, int]) -> Code:
     def leaf(value: Value) -> Leaf | None:
         if value.op == "given":
             name = value.args[0]
-            return (name, "") if name in _NOT_OPTIONS else ("option", name)
+            return (_KINDS[name], "") if name in _KINDS else ("option", name)
         if value.op == "kept":
             return "kept", value.args[0]
         if value.op == "fold":

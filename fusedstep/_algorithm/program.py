@@ -24,7 +24,7 @@ from .step import GRAD, OF_TENSOR, ONLY_UPDATE, PARAM, StepSpec, Stored, keyword
 # the state that holds a moving average of the parameter
 EMA = "ema"
 # names that mean something else in a state or group
-_TAKEN = (*OF_TENSOR, EMA, "params", "master", "master_rest")
+_TAKEN = (*OF_TENSOR, EMA, "params", "param_names", "master", "master_rest")
 # of gradients
 NORM_TYPES = (2.0, float("inf"))
 
@@ -58,6 +58,11 @@ class Rule(NamedTuple):
     def needs_sums(self) -> bool:
         """Whether the update depends on sums over whole tensors."""
         return any(sweep.folds for sweep in compile_step(self).sweeps)
+
+    @property
+    def sums_over_all(self) -> bool:
+        """Whether some of them are over all tensors."""
+        return compile_step(self).sums_over_all
 
 
 def make_rule(
@@ -96,8 +101,8 @@ def _check_first_only(rule: Rule, values: list[Value]) -> None:
     is_count = lambda arg: isinstance(arg, Value) and arg.op == "given" and arg.args[0] == "step"
     if any(value.op not in ("eq", "ne") and any(map(is_count, value.args)) for value in values):
         raise TypeError(
-            f"rule {rule.update.__name__!r} does not save the step count, and asks more than whether this is the "
-            "first step; use saves_step=True, or only `step == 1`"
+            f"rule {rule.update.__name__!r} does not save the step count, and asks more than whether this is "
+            "the first step; use saves_step=True, or only `step == 1`"
         )
 
 

@@ -104,6 +104,8 @@ class Graph(NamedTuple):
 # what an update may take by keyword besides options: which update of the tensor this is, from 1 on, and how
 # many elements that has
 OF_TENSOR = ("step", "numel")
+# what a GradScaler hands over; no option can have such names
+GRAD_SCALE, FOUND_INF = "grad scale", "found inf"
 
 
 def keywords(update: Callable) -> list[str]:
@@ -119,7 +121,7 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     """The graph of a step whose parameter, gradient, states and, if it averages, average are stored so."""
     update = rule.update
     values = [each.load() for each in slots]
-    p, raw, scale = values[0], values[1], given("scale")
+    p, raw, scale = values[0], values[1], given(GRAD_SCALE)
     # measured as they are stored: scaled
     squared = total(raw * raw) if spec.norm_type == 2 else largest(abs(raw))
     count = total(nonfinite(raw))
@@ -128,7 +130,7 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
         folds["grad"] = squared
     if spec.skip_nonfinite or spec.collect_statistics:
         folds["nonfinite"] = count
-    skip = given("found_inf")
+    skip = given(FOUND_INF)
     if spec.clips:
         together = over_clip_group(squared)
         norm = (sqrt(together) if spec.norm_type == 2 else together) / scale

@@ -23,7 +23,7 @@ from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_d
 from . import shards
 from .bucket import Block
 from .options import COMMON, GroupOptions, TensorOption, read_again, read_group
-from .row import Memory, Row, Settings, make_row, program_of
+from .row import Memory, Row, Settings, check_sums, make_row, program_of
 from .table import Table, make_tables, new_status, step
 
 _params = itemgetter("params")
@@ -123,8 +123,7 @@ class Plan:
         update = self.updates[group]
         if kept is None or kept.update != update:
             return make_row(p, update, group, memory, self._settings)
-        if self._settings.spec.needs_sums:
-            shards.check_sums(p, self._settings.owner, joined=self._settings.spec.measures_first)
+        check_sums(p, update.rule, self._settings)
         kept.group, kept.program = group, program_of(update, self._settings.spec, kept.formats)
         return kept
 
@@ -252,7 +251,7 @@ class Plan:
         for group, update in zip(groups, self.updates, strict=True):
             for name in update.rule.group_scalars if group["params"] else ():
                 found, device = group[name], shards.local(group["params"][0]).device
-                if not isinstance(found, Tensor):
+                if not isinstance(found, Tensor) or not found.is_floating_point():
                     dtype = torch.float32 if device.type == "mps" else torch.float64
                     group[name] = torch.full((), float(found), dtype=dtype, device=device)
                 elif found.device != device:
@@ -286,7 +285,7 @@ class Plan:
     def _refresh_options(self, optimizer: Any) -> bool:
         """Bring to the device what has changed in the groups' options; False if they need another plan."""
         groups = optimizer.param_groups
-        if any(not self._is_placed(groups[i].get(name), value) for i, name, value in self._kept_of_groups):
+        if not all(_is_beside(groups[i].get(name), groups[i]["params"]) for i, name, _ in self._kept_of_groups):
             return False
         changed = [i for i, options in enumerate(self._options) if options.changed(groups[i])]
         if not changed:
@@ -301,10 +300,6 @@ class Plan:
             return False
         self._upload_options(before, changed)
         return True
-
-    @staticmethod
-    def _is_placed(found: Any, value: Tensor) -> bool:
-        return isinstance(found, Tensor) and found.device == value.device
 
     def refresh_group(self, optimizer: Any, i: int) -> None:
         """The same for one group, between replays of a captured step."""
@@ -419,3 +414,8 @@ class Plan:
 
 def _place(option: TensorOption) -> tuple[int, int]:
     return option.column, option.value.data_ptr()
+
+
+def _is_beside(found: Any, params: list[Tensor]) -> bool:
+    """Whether it is where a plan has put it."""
+    return isinstance(found, Tensor) and found.device == shards.local(params[0]).device

@@ -208,15 +208,15 @@ def make_row(
     started = found is not None
     if started:
         _check(p, found, settings)
-        if settings.spec.needs_sums or update.rule.needs_sums:
-            shards.check_sums(p, settings.owner, joined=settings.spec.measures_first)
+        check_sums(p, update.rule, settings)
     whole, p, g = p, local(p), local(found) if started else local(p)
     state, rule, storage = memory.state.get(whole, {}), update.rule, update.storage
     names = [name for _, name in rule.states] + [EMA] * update.averages
     there = {name: found_format(name, state, storage.draws) for name in names}
-    if rule.saves_step and state and not any(there.values()):
+    known = (*names, *rule.scalars)
+    if rule.saves_step and state and known and not any(there.values()) and not {*rule.scalars} & state.keys():
         raise RuntimeError(
-            f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {tuple(names)}: "
+            f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {known}: "
             "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
         )
     param = found_master(p, state) or param_format(whole, storage, settings.owner)
@@ -228,12 +228,14 @@ def make_row(
     engine = _engines.choose((p, g, *old), settings.engine)
     strides = () if not engine.BY_ADDRESS else row_strides(p) if program.is_row_major else dense_strides(p)
     # an average that comes in the middle of training does not start it over
-    is_new = any(there[name] is None for name in names if name != EMA)
+    is_new = any(there[name] is None for name in names if name != EMA) or not {*rule.scalars} <= state.keys()
+    # of one that keeps nothing, nobody knows
+    first = 0.0 if is_new or not known else 1.0
     if program.saves_step:
         # states without one come from where it need not be saved
-        step = state.get("step", 0.0 if rule.saves_step or is_new or not names else 1.0)
+        step = state.get("step", 0.0 if rule.saves_step else first)
     else:
-        step = 0.0 if is_new else memory.unsaved_steps.get(whole, 1.0)
+        step = 0.0 if is_new else memory.unsaved_steps.get(whole, first)
     fresh = {}
     for plane in program.state_planes if started else ():
         saved = state.get(plane.name)
@@ -268,6 +270,13 @@ def make_row(
     if engine.BY_ADDRESS and started:
         row.param_copy, row.grad_copy = _stand_in(p, strides), _stand_in(g, strides)
     return row
+
+
+def check_sums(p: Tensor, rule: Rule, settings: Settings) -> None:
+    """Raise where a step needs sums over a tensor that this rank cannot have."""
+    if settings.spec.needs_sums or rule.needs_sums:
+        joined = settings.spec.measures_first or rule.sums_over_all
+        shards.check_sums(p, settings.owner, joined)
 
 
 def _stand_in(t: Tensor, strides: tuple[int, ...]) -> Tensor | None:

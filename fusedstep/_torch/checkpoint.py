@@ -74,23 +74,24 @@ def unpack(optimizer: Any) -> None:
     updates = {p: optimizer.update_of(group) for group in optimizer.param_groups for p in group["params"]}
     states = {p: values for p, values in optimizer.state.items() if isinstance(values, dict)}
     # all of them before any is converted, which may raise
-    loaded = {p: _taken_out(p, values) for p, values in states.items()}
+    numbers = {"step", *(name for rule in optimizer.rules for name in rule.scalars)}
+    loaded = {p: _taken_out(p, values, numbers) for p, values in states.items()}
     for p, values in states.items():
         # a state that belongs to no parameter is kept as it is
         if loaded[p] and p in updates:
             convert(p, values, updates[p], type(optimizer).__name__)
 
 
-def _taken_out(p: Any, values: dict[str, Any]) -> bool:
-    """Take what is in boxes out of them; whether there was any."""
+def _taken_out(p: Any, values: dict[str, Any], numbers: set[str]) -> bool:
+    """Take what is in boxes out of them; whether there was any. `numbers` are kept once for a tensor."""
     # what was in no box came with a whole optimizer, perhaps in memory that processes share
     loaded = [name for name, value in values.items() if isinstance(value, _Box)]
     for name in loaded:
         tensor = values[name].tensor
-        values[name] = tensor if name == "step" or not isinstance(p, Tensor) else tensor.to(p.device)
-    is_count = isinstance(p, Tensor) and "step" in values
-    if is_count and ("step" in loaded or not isinstance(values["step"], Tensor)):
-        values["step"] = _count(values["step"])
+        values[name] = tensor if name in numbers or not isinstance(p, Tensor) else tensor.to(p.device)
+    for name in numbers & values.keys() if isinstance(p, Tensor) else ():
+        if name in loaded or not isinstance(values[name], Tensor):
+            values[name] = _count(values[name])
     return bool(loaded)
 
 

@@ -52,8 +52,10 @@ class Declaration(Common):
                     "@rule(states=...)"
                 )
             cls.rules = (cls.rule,)
-        for name in (name for rule in getattr(cls, "rules", ()) for name in rule.group_scalars):
-            cls.arguments[name] = Argument(0.0, kw_only=True, kept=True, scalars=(name,))
+        for rule in getattr(cls, "rules", ()):
+            _check_names(cls, rule)
+            for name in rule.group_scalars:
+                cls.arguments[name] = Argument(0.0, kw_only=True, kept=True, scalars=(name,))
         groups = {name: a for name, a in cls.arguments.items() if not a.for_all}
         cls.all_options = (*groups,)
         if not hasattr(cls, "rules"):
@@ -121,6 +123,18 @@ class Declaration(Common):
     def limit(self, group: dict[str, Any]) -> Any:
         """The norm that this group's gradients are clipped to, if any."""
         return group.get("max_grad_norm")
+
+
+def _check_names(cls: type[Declaration], rule: Rule) -> None:
+    """Raise where a rule calls something of its own as a class calls something else."""
+    arguments = {name for name, a in cls.arguments.items() if not a.kept}
+    taken = sorted(arguments.intersection(rule.group_scalars))
+    common = sorted({*COMMON, "params"}.intersection(rule.options))
+    if taken or common:
+        raise TypeError(
+            f"a rule of {cls.__name__} keeps {taken} for groups, and takes {common}: these mean something else "
+            "in every group; use other names"
+        )
 
 
 def _constructor(cls: type[Declaration]) -> Callable:

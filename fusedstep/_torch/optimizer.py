@@ -207,7 +207,9 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         unsaved = {**self.unsaved_steps}
         try:
             # of this step alone: its tables belong to the trace
-            Plan(self, spec, None).step(amp)
+            plan = Plan(self, spec, None)
+            plan.step(amp)
+            plan.keep_group_scalars(self.param_groups)
             names = ("step", *(name for rule in self.rules for name in rule.scalars))
             for values, old in ((self.state[p], before[p]) for p in before):
                 for name in names:

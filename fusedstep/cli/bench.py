@@ -126,7 +126,9 @@ def _fastest(peer: str) -> dict[str, bool]:
     """How torch is asked for the fastest it has."""
     if not peer.startswith("torch."):
         return {}
-    return {"fused" if "fused" in inspect.signature(_class(peer)).parameters else "foreach": True}
+    # Adagrad's fused step is for the CPU
+    has_fused = "fused" in inspect.signature(_class(peer)).parameters and not peer.endswith(".Adagrad")
+    return {"fused" if has_fused else "foreach": True}
 
 
 def _plain(work: Work) -> Work:

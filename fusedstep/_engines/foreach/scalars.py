@@ -52,8 +52,8 @@ def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
     def value(kind: str, which: Any) -> Any:
         if kind == "option":
             found = options[:, table.option_columns[which]]
-            # an option that is a tensor on the device
-            return None if np.isnan(found).any() else found
+            # NaN stands for a tensor on the device, where the host does not know everything
+            return None if known.sums is None and np.isnan(found).any() else found
         if kind == "step":
             return None if known.steps is None else known.steps[run.rows]
         if kind == "numel":
