@@ -20,7 +20,7 @@ from ._memory.row import Settings, Update
 from ._memory.shards import local
 from ._memory.storage import real_dtype
 from .optimizers.adam import adamw, adamw_amsgrad
-from .rules import rule
+from .rules import Rule, rule
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_OPTIONS = dict.fromkeys(COMMON, 0.0)
@@ -145,7 +145,7 @@ def _operator(
 @_operator.register_fake
 def _fake(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step, values, amsgrad, maximize, engine):
     lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
-    _check_adamw(lists[: 5 if amsgrad else 4], _NAMES_IN_LISTS)
+    _check_lists(lists[: 5 if amsgrad else 4], _NAMES_IN_LISTS)
 
 
 def _adamw(
@@ -158,19 +158,39 @@ def _adamw(
     engine: str | None,
 ) -> None:
     update, lists = (adamw_amsgrad, lists) if amsgrad else (adamw, lists[:4])
-    # float32, as the operator on Ascend computes its scalars
-    settings = Settings("functional.adamw_", engine, exact=torch.float32, counts=False)
-    options = _NO_OPTIONS | {"maximize": float(maximize)} | dict(zip(_ADAMW_OPTIONS, values, strict=True))
-    options |= _NOT_CORRECTED
+    options = {"maximize": float(maximize)} | dict(zip(_ADAMW_OPTIONS, values, strict=True)) | _NOT_CORRECTED
+    _step(update, lists, names, step, options, engine)
+
+
+@torch.no_grad()
+def apply_rule(
+    rule: Rule, lists: Lists, names: Sequence[str], step: Tensor | int, named: dict[str, Any]
+) -> None:
+    """One update of tensors that errors call by these names, in place, as `adamw_` is one."""
+    count = _count(step)
+    _check_step(count, lists[0][:1])
+    _step(rule, lists, names, count, {name: _number(name, value) for name, value in named.items()}, None)
+
+
+def _step(
+    rule: Rule,
+    lists: Lists,
+    names: Sequence[str],
+    step: Tensor,
+    options: dict[str, float],
+    engine: str | None,
+) -> None:
+    # float32, as operators on Ascend compute their scalars
+    settings = Settings(f"functional.{rule.update.__name__}_", engine, exact=torch.float32, counts=False)
     ends = [*lists[0][:1], *lists[0][-1:]]
     places = [t.data_ptr() for t in ends if isinstance(t, Tensor) and t.layout == torch.strided]
-    key = (amsgrad, engine, len(lists[0]), *places)
+    key = (rule, engine, len(lists[0]), *places)
 
     def check() -> None:
-        _check_adamw(lists, names)
+        _check_lists(lists, names)
         _check_step(step, lists[0])
 
-    call(key, lists, Job(Update(update), settings, options), step, check)
+    call(key, lists, Job(Update(rule), settings, _NO_OPTIONS | options), step, check)
 
 
 def clip_grad_norm_(
@@ -291,7 +311,7 @@ def _check_step(step: Tensor, params: list[Tensor]) -> None:
             raise ValueError(f"step is on {step.device}, its parameter on {p.device}; move it there")
 
 
-def _check_adamw(lists: Sequence[Sequence[Tensor]], names: Sequence[str]) -> None:
+def _check_lists(lists: Sequence[Sequence[Tensor]], names: Sequence[str]) -> None:
     """Raise where these are not what `adamw_` takes, naming the one that is wrong."""
     if len({*map(len, lists)}) != 1:
         found = ", ".join(f"{len(x)} {name}" for name, x in zip(_NAMES, lists, strict=False))

@@ -402,7 +402,7 @@ def test_counts_that_move_are_noticed(kind, change, checks, engine, monkeypatch)
     optimizer.step()
     if change != "sent" and "step" not in optimizer.state[params[0]]:
         pytest.skip("nobody else has its counts")
-    counts = lambda: [float(row.step) for table in optimizer._plan.tables for row in table.rows]
+    counts = lambda: [float(row.once["step"]) for table in optimizer._plan.tables for row in table.rows]
     plan, before = optimizer._plan, counts()
     COUNT_CHANGES[change](params[0], optimizer)
     if change == "sparse":

@@ -154,7 +154,6 @@ PRIVATE = {
     "torch.cuda._sleep": "`fusedstep bench` fills the device's queue while the host is timed",
     # what torch's own optimizers are made of
     "torch.optim.optimizer._get_scalar_dtype": "the dtype of step counts",
-    "torch.optim.optimizer._to_scalar": "betas that are tensors of one element",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "whether anybody has hooked all optimizers",
     "torch.optim.optimizer._global_optimizer_post_hooks": "the same",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "whether anybody has hooked this one",

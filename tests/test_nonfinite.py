@@ -224,5 +224,5 @@ def test_statistics_without_names_say_how_to_have_them():
     assert seen.names is None
     with pytest.raises(RuntimeError, match="named_parameters"):
         seen.by_name("nonfinites")
-    with pytest.raises(ValueError, match="no trust_ratios; Lamb has"):
+    with pytest.raises(ValueError, match="no trust_ratios; Lamb and LARS have"):
         seen.by_name("trust_ratios")

@@ -11,10 +11,22 @@ Leaf = tuple[str, Any]
 
 
 class Instruction(NamedTuple):
-    """An operation on earlier values, given by their numbers; a float is a constant."""
+    """An operation on earlier values, given by their numbers; a float is a constant.
+
+    Compiled code is looked up by it, and Python has 0, 0.0 and -0.0 equal.
+    """
 
     op: str
     args: tuple[int | float, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Instruction) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, ...]:
+        return self.op, *map(repr, self.args)
 
 
 class Code(NamedTuple):

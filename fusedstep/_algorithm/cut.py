@@ -40,15 +40,20 @@ class Cut:
         kept_levels = (value.level for value in self._kept_once)
         self.last = max([*levels.values(), *(fold.args[0].level for fold in self._folds), *kept_levels])
         self._store_in = {place: self.last if place in lossy else level for place, level in levels.items()}
-        while conflicts := self._needed_again():
-            self._store_in |= dict.fromkeys(conflicts, self.last)
+        self._store_later()
         named = {*graph.folds.values()}
         while later := self._later_folds(named):
             self._fold_in |= later
+        # of what is summed later now
+        self._store_later()
         self._grad_store = graph.stores.get(GRAD)
         reading = [k for k in range(self.last + 1) if ("load", GRAD) in self._code(k).leaves]
         # a rule may ignore its gradient
         self._grad_store_in = max(reading, default=self.last)
+
+    def _store_later(self) -> None:
+        while conflicts := self._needed_again():
+            self._store_in |= dict.fromkeys(conflicts, self.last)
 
     def _needed_again(self) -> list[int]:
         """Planes whose old values a sweep needs after an earlier one has overwritten them."""

@@ -211,8 +211,8 @@ def total(a):
 
 
 def largest(a):
-    """The largest `a` of all elements of the tensor; NaN if any is."""
-    return _fold(a, "max")
+    """The largest `a` of all elements of the tensor, without its sign; NaN if any is."""
+    return _fold(abs(a), "max")
 
 
 def _fold(a, kind):

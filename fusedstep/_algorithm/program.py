@@ -128,6 +128,17 @@ class Scalars(NamedTuple):
     skip: int | float | None
     kept: tuple[int | float, ...] = ()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scalars) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple:
+        # as of an instruction, a number that is known is no value's number
+        numbers = (repr(x) for x in (*self.columns, self.skip, *self.kept))
+        return self.inputs, self.code, self.first_column, len(self.kept), *numbers
+
 
 class Sweep(NamedTuple):
     """One pass over memory.

@@ -14,7 +14,6 @@ from .bits import draw
 from .formats import Format, turn_of
 from .language import (
     Value,
-    abs,
     given,
     kept,
     largest,
@@ -123,7 +122,7 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     values = [each.load() for each in slots]
     p, raw, scale = values[0], values[1], given(GRAD_SCALE)
     # measured as they are stored: scaled
-    squared = total(raw * raw) if spec.norm_type == 2 else largest(abs(raw))
+    squared = total(raw * raw) if spec.norm_type == 2 else largest(raw)
     count = total(nonfinite(raw))
     folds, factor = {}, where(given("maximize") != 0, -1.0, 1.0)
     if spec.measures_first or spec.collect_statistics:

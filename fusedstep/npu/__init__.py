@@ -1,8 +1,9 @@
 """Ascend's fused optimizers, by their names and with their results, on any device.
 
-The classes of `torch_npu.optim` and MindSpeed's `npu_apply_fused_adamw_v2`: the same signatures, defaults,
-exceptions, states and, in float32, the same numbers. `python -m fusedstep.npu script.py` runs a script that
-is written for them. What differs from upstream, for all of them:
+The classes of `torch_npu.optim` but for AdamP, which needs sums over rows, and MindSpeed's
+`npu_apply_fused_adamw_v2` and `npu_apply_fused_ema_adamw`: the same signatures, defaults, exceptions, states
+and, in float32, the same numbers. `python -m fusedstep.npu script.py` runs a script that is written for them.
+What differs from upstream, for all of them:
 
     memory     parameters, gradients and states may move, vanish, come back, be loaded, pickled or replaced
                between two steps. Upstream flattens them once and then steps what is no longer there
@@ -15,15 +16,20 @@ Two arguments more, by keyword only: `state_dtype` and `engine`, see `fusedstep.
 """
 
 from ._lamb import NpuFusedLamb
-from ._operator import npu_apply_fused_adamw_v2
+from ._operator import npu_apply_fused_adamw_v2, npu_apply_fused_ema_adamw
 from ._optimizers import NesterovError, NpuFusedAdam, NpuFusedAdamW, NpuFusedBertAdam, NpuFusedSGD
+from ._rmsprop import NpuFusedAdadelta, NpuFusedRMSprop, NpuFusedRMSpropTF
 
 __all__ = [
     "NesterovError",
+    "NpuFusedAdadelta",
     "NpuFusedAdam",
     "NpuFusedAdamW",
     "NpuFusedBertAdam",
     "NpuFusedLamb",
+    "NpuFusedRMSprop",
+    "NpuFusedRMSpropTF",
     "NpuFusedSGD",
     "npu_apply_fused_adamw_v2",
+    "npu_apply_fused_ema_adamw",
 ]

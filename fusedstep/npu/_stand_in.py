@@ -36,11 +36,11 @@ def install() -> None:
     """From here on, this process has a torch_npu."""
     npu = _torch_npu_module()
     npu.amp = _module("torch.npu.amp", GradScaler=GradScaler, autocast=autocast)
-    operator = ours.npu_apply_fused_adamw_v2
+    operators = {name: getattr(ours, name) for name in ours.__all__ if name.startswith("npu_apply")}
     optim = {name: getattr(ours, name) for name in ours.__all__ if name.startswith("NpuFused")}
     _register("torch.npu", npu)
     _register("torch.npu.amp", npu.amp)
-    _register("torch_npu", _module("torch_npu", __path__=[], npu_apply_fused_adamw_v2=operator))
+    _register("torch_npu", _module("torch_npu", __path__=[], **operators))
     _register("torch_npu.npu", npu)
     _register("torch_npu.npu.amp", npu.amp)
     _register("torch_npu.optim", _module("torch_npu.optim", **optim))
@@ -48,8 +48,8 @@ def install() -> None:
     _register("torch_npu.contrib.transfer_to_npu", _module("torch_npu.contrib.transfer_to_npu"))
     _register("mindspeed", _module("mindspeed", __path__=[]))
     _register("mindspeed.ops", _module("mindspeed.ops", __path__=[]))
-    name = operator.__name__
-    _register(f"mindspeed.ops.{name}", _module(f"mindspeed.ops.{name}", **{name: operator}))
+    for name, operator in operators.items():
+        _register(f"mindspeed.ops.{name}", _module(f"mindspeed.ops.{name}", **{name: operator}))
 
     torch.Tensor.npu = torch.nn.Module.npu = _npu  # type: ignore[attr-defined]
     torch.Tensor.is_npu = property(lambda t: t.device.type == DEVICE)  # type: ignore[attr-defined]

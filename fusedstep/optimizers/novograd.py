@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..rules import Optimizer, Rule, abs, fma, keyword, largest, pair, power, rule, sqrt, total, where
+from ..rules import Optimizer, Rule, fma, keyword, largest, pair, power, rule, sqrt, total, where
 from .checks import check_betas, check_lr, check_not_negative
 
 
@@ -23,7 +23,7 @@ def novograd(
 def novograd_largest(
     p, g, m, n, *, step, lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging, init_zero
 ):
-    n = blended(n, largest(abs(g)), step, beta2, init_zero)
+    n = blended(n, largest(g), step, beta2, init_zero)
     options = lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging
     return *descended(p, g, m, n, step, *options), n
 
