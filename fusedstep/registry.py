@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from typing import Any
 
 from . import optimizers
@@ -33,9 +34,10 @@ def by_name(name: str, **options: Any) -> Any:
     cls = CLASSES[key]
     if not options:
         return cls
-    unknown = [option for option in options if option not in cls.arguments]
+    _, *taken = inspect.signature(cls).parameters
+    unknown = [option for option in options if option not in taken]
     if unknown:
-        raise TypeError(f"{cls.__name__} takes no {unknown}; it takes {[*cls.arguments]}")
+        raise TypeError(f"{cls.__name__} takes no {unknown}; it takes {taken}")
     return functools.partial(cls, **{option: _understood(value) for option, value in options.items()})
 
 

@@ -1,7 +1,9 @@
 """Optimizers that have a reference implementation, against runs of that: see recorded/record_family.py."""
 
+import ast
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,61 @@ def test_a_gpu_does_what_a_rule_says(name):
     report = fusedstep.check_rule(getattr(fusedstep, name), steps=50)
     assert report, report
     assert ("triton", "cuda") in {(row.engine, row.device) for row in report.rows}
+
+
+FOLDER = Path(fusedstep.optimizers.__file__).parent
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_optimizers_are_written_with_what_everybody_has(path):
+    """From the library they import `fusedstep.rules`, and each other."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1 or node.module == "rules"
+            assert not any(part.startswith("_") for part in (node.module or "").split("."))
+        assert not (isinstance(node, (ast.Import, ast.ImportFrom)) and "fusedstep" in ast.unparse(node))
+
+
+def lines_of(nodes):
+    return len({line for node in nodes for line in range(node.lineno, node.end_lineno + 1)})
+
+
+def test_a_rule_takes_six_lines_and_a_class_fifteen():
+    found = [node for path in FOLDER.glob("*.py") for node in ast.parse(path.read_text()).body]
+    functions = [n for n in found if isinstance(n, ast.FunctionDef)]
+    rules = [lines_of(n.body) for n in functions if any("rule(" in ast.unparse(d) for d in n.decorator_list)]
+    classes = [lines_of(n.body[1:]) + 1 for n in found if isinstance(n, ast.ClassDef)]
+    assert statistics.median(rules) <= 6
+    assert statistics.median(classes) <= 15
+    assert len(classes) > len(fusedstep.optimizers.__all__)
+
+
+def test_names_are_found_however_they_are_written():
+    assert all(fusedstep.by_name(name) is getattr(fusedstep, name) for name in fusedstep.optimizers.__all__)
+    assert fusedstep.by_name("schedule_free_adamw") is fusedstep.ScheduleFreeAdamW
+    with pytest.raises(ValueError, match="there is no optimizer 'muon'; there are ADOPT"):
+        fusedstep.by_name("muon")
+    with pytest.raises(TypeError, match=r"Lion takes no \['momentum'\]; it takes \['params', 'lr'"):
+        fusedstep.by_name("lion", momentum=0.9)
+
+
+def test_options_may_be_strings():
+    options = {"lr": "3e-4", "betas": "(0.8, 0.9)", "weight_decay": "0.1", "state_dtype": "bfloat16"}
+    make = fusedstep.by_name("lion", **options, maximize="true", max_grad_norm="none")
+    optimizer = make([torch.nn.Parameter(torch.ones(2))])
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"], group["maximize"]) == (
+        3e-4,
+        (0.8, 0.9),
+        0.1,
+        True,
+    )
+    assert optimizer.state_dtype is torch.bfloat16
+
+
+def test_llm_foundry_finds_every_class():
+    tomllib = pytest.importorskip("tomllib")
+    text = (FOLDER.parents[1] / "pyproject.toml").read_text()
+    found = tomllib.loads(text)["project"]["entry-points"]["llmfoundry_optimizers"]
+    expected = {f"fused_{name.lower()}": f"fusedstep:{name}" for name in fusedstep.optimizers.__all__}
+    assert found == expected
