@@ -18,6 +18,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+def test_a_rule_of_ones_own_trains(tmp_path):
+    command = [sys.executable, EXAMPLES / "own_rule.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True)
+    losses = [[*map(float, re.findall(r"\d+\.\d+", line))] for line in done.stdout.splitlines() if line]
+    assert len(losses) == 2
+    assert all(last < 0.1 * first for first, last in losses)
+
+
 def test_statistics_are_logged_to_tensorboard(tmp_path):
     command = [sys.executable, EXAMPLES / "log_to_tensorboard.py", "runs"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
