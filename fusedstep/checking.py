@@ -137,8 +137,8 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def check_rule(cls: type[Optimizer], steps: int = 20, **options: Any) -> Report:
-    """Step an optimizer on every engine that this machine has, and compare with what its rule says.
+def check_rule(cls: type[Optimizer], steps: int = 20, engine: str | None = None, **options: Any) -> Report:
+    """Step an optimizer on every engine that this machine has, or on one, and compare with what its rule says.
 
     The reference is the text of the rule, called with numbers in float64 instead of being compiled, for random
     parameters and gradients and with these `options`. In float64 every element must agree; in float32, where a
@@ -150,9 +150,9 @@ def check_rule(cls: type[Optimizer], steps: int = 20, **options: Any) -> Report:
     True
     """
     rows = []
-    for engine, device in _engines_here():
-        for dtype in _LIMITS:
-            rows.append(Row(engine, device, dtype, _error(cls, steps, options, engine, device, dtype)))
+    for name, device in _engines_here():
+        for dtype in _LIMITS if engine in (None, name) else ():
+            rows.append(Row(name, device, dtype, _error(cls, steps, options, name, device, dtype)))
     return Report(cls.__name__, steps, tuple(rows))
 
 

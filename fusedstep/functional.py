@@ -163,7 +163,7 @@ def _adamw(
 
 
 @torch.no_grad()
-def apply_rule(
+def _apply_rule(
     rule: Rule, lists: Lists, names: Sequence[str], step: Tensor | int, named: dict[str, Any]
 ) -> None:
     """One update of tensors that errors call by these names, in place, as `adamw_` is one."""

@@ -107,6 +107,39 @@ CLASSES = [*dict.fromkeys(case.ours for case in CASES)]
 TORCH_CLASSES = [cls for cls in CLASSES if hasattr(torch.optim, cls.__name__)]
 
 
+# the others: their numbers are compared with recorded runs of references (test_family.py), and on every engine
+# with their own rules, for each of these rows
+FAMILY = [
+    (fusedstep.RMSprop, {}),
+    (fusedstep.RMSprop, {"momentum": 0.9, "weight_decay": 0.1}),
+    (fusedstep.RMSprop, {"centered": True, "eps": 1e-3}),
+    (fusedstep.RMSprop, {"momentum": 0.9, "centered": True, "eps": 1e-3}),
+    (fusedstep.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1}),
+    (fusedstep.Adadelta, {"weight_decay": 0.1}),
+    (fusedstep.Adamax, {"weight_decay": 0.1}),
+    (fusedstep.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (fusedstep.RAdam, {"weight_decay": 0.1, "maximize": True}),
+    (fusedstep.Rprop, {}),
+    (fusedstep.ASGD, {"t0": 2, "lambd": 0.1}),
+    (fusedstep.Lion, {"weight_decay": 0.1}),
+    (fusedstep.Lion, {"cautious": True}),
+    (fusedstep.LARS, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    (fusedstep.LARS, {"always_adapt": True, "trust_clip": True}),
+    (fusedstep.NovoGrad, {"weight_decay": 0.1}),
+    (fusedstep.NovoGrad, {"by_largest": True, "reg_inside_moment": True}),
+    (fusedstep.AdEMAMix, {"weight_decay": 0.1, "t_alpha_beta3": 30}),
+    (fusedstep.ADOPT, {"weight_decay": 0.1, "decouple": True}),
+    (fusedstep.StableAdamW, {"lr": 0.1}),
+    (fusedstep.Adan, {"weight_decay": 0.1}),
+    (fusedstep.ScheduleFreeAdamW, {"warmup_steps": 3, "weight_decay": 0.1}),
+    (fusedstep.ScheduleFreeSGD, {"lr": 0.1, "r": 0.5}),
+    (fusedstep.Prodigy, {"d0": 1e-3, "weight_decay": 0.1}),
+    (fusedstep.AdamW, {"cautious": True}),
+    (fusedstep.AdamW, {"corrected_decay": True, "peak_lr": 0.1}),
+    (fusedstep.Adam, {"cautious": True, "weight_decay": 0.1}),
+]
+
+
 def by_name(name: str) -> Case:
     """For tests that one case is enough for, or two."""
     return next(case for case in CASES if case.name == name)

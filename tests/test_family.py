@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import fusedstep
+from tests import cases
+from tests.cases import FAMILY
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "family.json").read_text())
 SHAPES = [(3, 4), (5,), (2, 3, 2, 2)]
@@ -152,17 +154,29 @@ def test_a_gpu_takes_the_steps_of_the_reference(case, default_dtype):
             close_to([p.cpu() for p in params], case["params"][str(t)], 1e-6 if keeps else 1e-9)
 
 
-@pytest.mark.parametrize("name", fusedstep.optimizers.__all__)
-def test_engines_do_what_a_rule_says(name):
-    report = fusedstep.check_rule(getattr(fusedstep, name), steps=5)
+# of every class, and of those with a case, the first
+ROWS = [*FAMILY, *((cls, next(c.options for c in cases.CASES if c.ours is cls)) for cls in cases.CLASSES)]
+rows = pytest.mark.parametrize(
+    ("cls", "options"), ROWS, ids=lambda x: x.__name__ if isinstance(x, type) else str(x)
+)
+
+
+def test_there_is_a_row_of_every_class():
+    assert {cls.__name__ for cls, _ in ROWS} == {*fusedstep.optimizers.__all__}
+
+
+@rows
+def test_fifty_steps_on_every_engine_are_what_a_rule_says(cls, options, engine):
+    # the interpreter takes long; on a GPU it is fifty, too
+    report = fusedstep.check_rule(cls, steps=3 if engine == "triton" else 50, engine=engine, **options)
     assert report, report
-    assert {row.engine for row in report.rows} >= {"torch", "cpu"}
+    assert [row.engine for row in report.rows] == [engine] * 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", fusedstep.optimizers.__all__)
-def test_a_gpu_does_what_a_rule_says(name):
-    report = fusedstep.check_rule(getattr(fusedstep, name), steps=50)
+@rows
+def test_fifty_steps_on_a_gpu_are_what_a_rule_says(cls, options):
+    report = fusedstep.check_rule(cls, steps=50, **options)
     assert report, report
     assert ("triton", "cuda") in {(row.engine, row.device) for row in report.rows}
 

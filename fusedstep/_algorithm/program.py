@@ -19,7 +19,7 @@ from .code import Instruction, reachable
 from .cut import Cut, uniform_code
 from .formats import Format, Plain, Plane, compute_dtype
 from .language import Value
-from .step import GRAD, OF_TENSOR, ONLY_UPDATE, PARAM, StepSpec, Stored, keywords, trace_step
+from .step import GRAD, OF_TENSOR, ONLY_UPDATE, PARAM, StepSpec, Stored, called, keywords, trace_step
 
 # the state that holds a moving average of the parameter
 EMA = "ema"
@@ -80,17 +80,17 @@ def make_rule(
     expected = ["p", "g", *kept]
     if found != expected:
         raise TypeError(
-            f"rule {update.__name__!r} takes {found} by position, and keeps {kept}; take the parameter, its "
+            f"rule {called(update)} takes {found} by position, and keeps {kept}; take the parameter, its "
             f"gradient and what is kept, {expected}, and options after a `*`"
         )
     unknown = [name for name in nonnegative if name not in states]
     if unknown:
-        raise TypeError(f"rule {update.__name__!r} has no state {unknown}; its states are {[*states]}")
+        raise TypeError(f"rule {called(update)} has no state {unknown}; its states are {[*states]}")
     names = [*kept.values()]
     taken = sorted({name for name in names if names.count(name) > 1 or name in _TAKEN})
     if taken:
         raise TypeError(
-            f"rule {update.__name__!r} keeps {taken}; give each a name of its own, and none of {_TAKEN}"
+            f"rule {called(update)} keeps {taken}; give each a name of its own, and none of {_TAKEN}"
         )
     kept_once = tuple(scalars.values()), tuple(group_scalars.values())
     return Rule(update, tuple(states.items()), saves_step, tuple(nonnegative), *kept_once)
@@ -101,7 +101,7 @@ def _check_first_only(rule: Rule, values: list[Value]) -> None:
     is_count = lambda arg: isinstance(arg, Value) and arg.op == "given" and arg.args[0] == "step"
     if any(value.op not in ("eq", "ne") and any(map(is_count, value.args)) for value in values):
         raise TypeError(
-            f"rule {rule.update.__name__!r} does not save the step count, and asks more than whether this is "
+            f"rule {called(rule.update)} does not save the step count, and asks more than whether this is "
             "the first step; use saves_step=True, or only `step == 1`"
         )
 

@@ -107,6 +107,12 @@ OF_TENSOR = ("step", "numel")
 GRAD_SCALE, FOUND_INF = "grad scale", "found inf"
 
 
+def called(update: Callable) -> str:
+    """A rule as errors call it: by its name, and where it is written."""
+    code = inspect.unwrap(update).__code__
+    return f"{update.__name__!r} ({code.co_filename}:{code.co_firstlineno})"
+
+
 def keywords(update: Callable) -> list[str]:
     """What an update takes by keyword: options, and what is known of the tensor."""
     return [a.name for a in inspect.signature(update).parameters.values() if a.kind == a.KEYWORD_ONLY]
@@ -146,13 +152,13 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     count_kept = len(states) + len(of_tensor) + len(of_group)
     if not isinstance(results, tuple) or len(results) != 1 + count_kept:
         raise TypeError(
-            f"rule {update.__name__!r} returned {results!r}; return the new parameter and what is kept, as it "
+            f"rule {called(update)} returned {results!r}; return the new parameter and what is kept, as it "
             f"is now: a tuple of {1 + count_kept}"
         )
     new, new_states, new_once = results[0], [*results[1 : 1 + len(states)]], results[1 + len(states) :]
     names = *rule.scalars, *rule.group_scalars
     for name, value in zip(names, new_once, strict=True):
-        _check_once(update.__name__, name, value, name in rule.group_scalars)
+        _check_once(called(update), name, value, name in rule.group_scalars)
     once = [where(skip != 0, old, x) for old, x in zip([*of_tensor, *of_group], new_once, strict=True)]
     if averages:
         decay = given("ema_decay")
@@ -177,12 +183,12 @@ def _check_once(rule: str, name: str, value: Any, of_group: bool) -> None:
     """Raise where what is kept once may differ between those that it is kept for."""
     if getattr(value, "per_element", False):
         raise TypeError(
-            f"rule {rule!r} returned a number of each element for {name!r}, which is kept once; sum it up, for "
+            f"rule {rule} returned a number of each element for {name!r}, which is kept once; sum it up, for "
             "example with total(x)"
         )
     if of_group and _differs_between_tensors(value):
         raise TypeError(
-            f"rule {rule!r} returned a number of each tensor for {name!r}, which is kept once for a group; "
+            f"rule {rule} returned a number of each tensor for {name!r}, which is kept once for a group; "
             "make it of options, of what the group keeps, and of sums over all, total_over_all(x)"
         )
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .._algorithm.program import Rule
+from .._algorithm.step import called
 from .._memory.options import COMMON
 from .._memory.row import Update
 from .._memory.storage import AS_PARAMETER, Storage
@@ -70,8 +71,9 @@ class Declaration(Common):
         }
         unknown = taken.difference(cls.scalar_options)
         if unknown:
+            rule = next(rule for rule in cls.rules if unknown.intersection(rule.options))
             raise TypeError(
-                f"a rule of {cls.__name__} takes {sorted(unknown)}, and the class declares "
+                f"rule {called(rule.update)} of {cls.__name__} takes {sorted(unknown)}, and the class declares "
                 f"{sorted(n for a in groups.values() for n in a.scalars)}; declare an option of that name"
             )
         if "__init__" not in vars(cls):

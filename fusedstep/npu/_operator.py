@@ -154,7 +154,7 @@ def npu_apply_fused_ema_adamw(
         raise ValueError(f"Invalid mode: {mode!r}; use 0 to add the decay to the gradient, 1 to the update")
     named = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     named |= {"in_update": mode, "bias_correction": float(bool(bias_correction)), "keep": ema_decay}
-    functional.apply_rule(
+    functional._apply_rule(
         _ema_adamw, [[var], [grad], [m], [v], [s]], ("var", "grad", "m", "v", "s"), step, named
     )
     return var, m, v, s
