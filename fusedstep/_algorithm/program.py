@@ -57,12 +57,19 @@ class Rule(NamedTuple):
     @property
     def needs_sums(self) -> bool:
         """Whether the update depends on sums over whole tensors."""
-        return any(sweep.folds for sweep in compile_step(self).sweeps)
+        return _sums_of(self)[0]
 
     @property
     def sums_over_all(self) -> bool:
         """Whether some of them are over all tensors."""
-        return compile_step(self).sums_over_all
+        return _sums_of(self)[1]
+
+
+@functools.cache
+def _sums_of(rule: Rule) -> tuple[bool, bool]:
+    """Whether there are sums over tensors, and over all of them."""
+    program = compile_step(rule)
+    return any(sweep.folds for sweep in program.sweeps), program.sums_over_all
 
 
 def make_rule(
@@ -183,7 +190,6 @@ class Program(NamedTuple):
         """What is in its state but planes."""
         return ("step", *self.scalars) if self.saves_step else self.scalars
 
-    @functools.cache  # noqa: B019  (programs are kept anyway)
     def summed_over_all(self, k: int) -> tuple[int, ...]:
         """Rows of the table of sums that are added up over all tensors after sweep `k`, for the rule."""
         later = (sweep.scalars for sweep in self.sweeps[k + 1 :] if sweep.scalars is not None)

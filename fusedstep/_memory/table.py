@@ -132,9 +132,10 @@ class Table:
         self.host_options = options.copy()
         # step counts, and what rules keep once for each tensor: the first of every rule, the second, and so on
         self.steps = torch.zeros(len(rows), dtype=_get_scalar_dtype(), device=self.device)
-        most = max(1, *(len(program.scalars) for program in programs.values()))
-        self.kept = self.steps.new_zeros(most, len(rows))
-        self.counters = [*map(Counts, (self.steps, *self.kept))]
+        most = max(len(program.scalars) for program in programs.values())
+        # at least one: kernels take its address
+        self.kept = self.steps.new_zeros(max(1, most), len(rows))
+        self.counters = [*map(Counts, (self.steps, *self.kept[:most]))]
         self._adopt(dict(enumerate(self.rows)))
         self.known_steps = self.counters[0].known
 

@@ -123,7 +123,7 @@ def measure(work: Work, device: str, rounds: int, bandwidth: float | None) -> di
 
 
 def _fastest(peer: str, device: str) -> dict[str, bool]:
-    """How torch is asked for the fastest it has: fused, else lists on a GPU, and one after the other on a CPU."""
+    """How torch is asked for the fastest it has: fused, else lists on a GPU, one after the other on a CPU."""
     if not peer.startswith("torch."):
         return {}
     # Adagrad's fused step is for the CPU

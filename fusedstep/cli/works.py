@@ -73,7 +73,11 @@ _STORED: list[Row] = [
 ]
 # the others: with what torch has of the kind
 _FAMILY: list[Row] = [
-    (name, options, (f"torch.optim.{name}",) if hasattr(torch.optim, name) else ())
+    (
+        name,
+        options,
+        (f"torch.optim.{name}",) if hasattr(torch.optim, name) and "cautious" not in options else (),
+    )
     for name, options in (
         ("RMSprop", {}),
         ("RMSprop", {"momentum": 0.9, "centered": True}),
