@@ -1332,10 +1332,10 @@ def test_an_option_that_nobody_declares_is_refused():
     def odd(p, g, k, *, rate):
         return p - rate * g, k
 
-    with pytest.raises(
-        TypeError,
-        match=r"rule 'odd' .*test_own_features.py:\d+\) of Odd takes \['rate'\], .*declare an option of that name",
-    ):
+    message = (
+        r"rule 'odd' .*test_own_features.py:\d+\) of Odd takes \['rate'\], .*declare an option of that name"
+    )
+    with pytest.raises(TypeError, match=message):
 
         class Odd(fusedstep.Optimizer):
             rule = odd
