@@ -233,3 +233,33 @@ def test_llm_foundry_finds_every_class():
     found = tomllib.loads(text)["project"]["entry-points"]["llmfoundry_optimizers"]
     expected = {f"fused_{name.lower()}": f"fusedstep:{name}" for name in fusedstep.optimizers.__all__}
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["ScheduleFreeAdamW", "ScheduleFreeSGD"])
+def test_schedule_free_parameters_come_back_and_steps_need_them(name):
+    params = [*start(torch.float32), torch.nn.Parameter(torch.ones(2))]
+    optimizer = getattr(fusedstep, name)(params, lr=0.1)
+    for _ in run(optimizer, params[:3], 3):
+        pass
+    before = [p.detach().clone() for p in params]
+    optimizer.eval()
+    optimizer.eval()
+    assert not torch.equal(params[0].detach(), before[0])
+    with pytest.raises(RuntimeError, match=r"call optimizer\.train\(\) before training"):
+        optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.train()
+    for p, q in zip(params, before, strict=True):
+        torch.testing.assert_close(p.detach(), q)
+    # one that had no gradient has no state, and stays
+    assert len(optimizer.state) == 3
+    other = getattr(fusedstep, name)([p.detach().clone().requires_grad_() for p in params], lr=0.1)
+    other.load_state_dict(saved)
+    assert not other.param_groups[0]["train_mode"]
+    with pytest.raises(ValueError, match="8 bits are too few for z"):
+        getattr(fusedstep, name)(params, state_dtype="int8")
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_ademamix_warms_up_from_any_momentum(beta1):
+    assert fusedstep.check_rule(fusedstep.AdEMAMix, 5, "cpu", betas=(beta1, 0.9, 0.99), t_alpha_beta3=4)

@@ -15,7 +15,8 @@ from .parts import MOMENTS, moments
 def ademamix(p, g, m, v, s, *, step, lr, beta1, beta2, beta3, eps, weight_decay, alpha, t_alpha_beta3):
     # how much of the warm-up is over
     part = where(t_alpha_beta3 > 0, minimum(step / where(t_alpha_beta3 > 0, t_alpha_beta3, 1.0), 1.0), 1.0)
-    slow = exp(log(beta1) * log(beta3) / ((1 - part) * log(beta3) + part * log(beta1)))
+    # half-lives, which rise in a straight line; that of 0 is 0
+    slow = exp(1 / ((1 - part) / log(beta1) + part / log(beta3)))
     m, v = moments(g, m, v, beta1, beta2)
     s = mix(s, g, where(part < 1, minimum(slow, beta3), beta3))
     u = fma(alpha * part, s, m / (1 - power(beta1, step)))

@@ -87,10 +87,20 @@ class _ScheduleFree(Optimizer):
             momentum = group["betas"][0] if "betas" in group else group["momentum"]
             shown = group["train_mode"] != is_average
             for p in group["params"] if not shown else ():
-                if "z" in self.state[p]:
-                    z = self.state[p]["z"]
+                z = self.state.get(p, {}).get("z")
+                if z is not None:
                     p.lerp_(z.to(p.dtype), float(1 - 1 / momentum if is_average else 1 - momentum))
             group["train_mode"] = not is_average
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for chosen in (self.state_dtype, self.param_groups[-1].get("state_dtype")):
+            if (chosen.get("z") if isinstance(chosen, dict) else chosen) == torch.int8:
+                del self.param_groups[-1]
+                raise ValueError(
+                    "8 bits are too few for z, which the average is made of; give state_dtype by the names of "
+                    'states, for example {"exp_avg_sq": "int8"}'
+                )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step, as of every optimizer here; in train mode."""
