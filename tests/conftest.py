@@ -48,7 +48,25 @@ def _is_repetition(item):
     return any(row.name not in INTERPRETED for row in rows)
 
 
+# files that take longest come first: of two processes that take one file after the other, neither then waits
+# for the last one
+LONGEST = (
+    "test_torch_judge",
+    "test_numerics",
+    "test_family",
+    "test_distributed",
+    "test_memory",
+    "test_examples",
+)
+
+
+def _turn(item):
+    name = item.path.stem
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=_turn)
     repetitions = [item for item in items if _is_repetition(item)]
     if repetitions and not HAS_GPU:
         config.hook.pytest_deselected(items=repetitions)
