@@ -20,6 +20,9 @@ _SHAPES = ((), (7,), (3, 5), (40, 30))
 _LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
+_AROUND = ("max_grad_norm", "skip_nonfinite", "ema_decay", "state_dtype", "master", "rounding")
+
+
 class Numbers(Value):
     """A number of each element of some tensors, in float64: words compute at once instead of being noted."""
 
@@ -126,7 +129,7 @@ class Report(NamedTuple):
     rows: tuple[Row, ...]
 
     def __bool__(self) -> bool:
-        return all(row.is_right for row in self.rows)
+        return len(self.rows) > 0 and all(row.is_right for row in self.rows)
 
     def __repr__(self) -> str:
         lines = [f"{self.name}, {self.steps} steps, against its rule in plain Python (float64)"]
@@ -149,6 +152,13 @@ def check_rule(cls: type[Optimizer], steps: int = 20, engine: str | None = None,
     >>> bool(report)
     True
     """
+    if engine is not None and engine not in _engines.NAMES:
+        raise ValueError(f"Invalid engine: {engine!r}; use one of {_engines.NAMES}, or None")
+    around = [name for name in _AROUND if options.get(name) is not None]
+    if around:
+        raise ValueError(
+            f"{around} change what a step does around its rule, which alone is checked; leave them out"
+        )
     rows = []
     for name, device in _engines_here():
         for dtype in _LIMITS if engine in (None, name) else ():

@@ -12,7 +12,7 @@ from .rules import Optimizer
 
 # by names as configuration files have them
 CLASSES: dict[str, type[Optimizer]] = {name.lower(): getattr(optimizers, name) for name in optimizers.__all__}
-_WORDS = {"true": True, "false": False, "none": None, "null": None, "inf": float("inf")}
+_WORDS = {"true": True, "false": False, "none": None, "null": None, "inf": float("inf"), "-inf": float("-inf")}
 
 
 def by_name(name: str, **options: Any) -> Any:

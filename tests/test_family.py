@@ -1,6 +1,7 @@
 """Optimizers that have a reference implementation, against runs of that: see recorded/record_family.py."""
 
 import ast
+import copy
 import json
 import math
 import statistics
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import fusedstep
+from fusedstep.rules import abs, for_all, rule, total_over_all
 from tests import cases
 from tests.cases import FAMILY
 
@@ -256,10 +258,83 @@ def test_schedule_free_parameters_come_back_and_steps_need_them(name):
     other = getattr(fusedstep, name)([p.detach().clone().requires_grad_() for p in params], lr=0.1)
     other.load_state_dict(saved)
     assert not other.param_groups[0]["train_mode"]
-    with pytest.raises(ValueError, match="8 bits are too few for z"):
+    with pytest.raises(ValueError, match="no 8 bits for z"):
         getattr(fusedstep, name)(params, state_dtype="int8")
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_ademamix_warms_up_from_any_momentum(beta1):
     assert fusedstep.check_rule(fusedstep.AdEMAMix, 5, "cpu", betas=(beta1, 0.9, 0.99), t_alpha_beta3=4)
+
+
+def test_a_group_that_comes_later_shares_what_prodigy_has_found():
+    first, second = (torch.nn.Parameter(torch.full((3,), 5.0)) for _ in range(2))
+    optimizer = fusedstep.Prodigy([first])
+    for step in range(60):
+        if step == 30:
+            optimizer.add_param_group({"params": [second]})
+        for p in (first, second):
+            p.grad = p.detach().clone()
+        optimizer.step()
+    ours = [float(group["d"]) for group in optimizer.param_groups]
+    assert ours[0] > 1e-2
+    assert ours[1] == pytest.approx(ours[0])
+
+
+def test_corrected_decay_remembers_the_rate_that_a_tensor_had():
+    found = []
+    for lr in (0.1, torch.tensor(0.1)):
+        p = torch.nn.Parameter(torch.ones(1))
+        optimizer = fusedstep.AdamW([p], lr=lr, weight_decay=0.5, corrected_decay=True)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
+        p.grad = torch.zeros(1)
+        optimizer.step()
+        scheduler.step()
+        found.append(float(p.detach()))
+    assert found[0] == pytest.approx(found[1])
+    assert found[0] == pytest.approx(1 - 0.01**2 / 0.1 * 0.5)
+    with pytest.raises(ValueError, match="is for decoupled weight decay; use AdamW"):
+        fusedstep.Adam([p], corrected_decay=True)
+    with pytest.raises(ValueError, match="Invalid peak_lr: 0"):
+        fusedstep.AdamW([p], lr=0.0, corrected_decay=True)
+
+
+def test_sums_over_all_do_not_depend_on_how_each_tensor_is_stored(engine):
+    @rule(states={"m": "m"})
+    def own(p, g, m, *, lr):
+        a, c = total_over_all(g * g), total_over_all(p * p)
+        b = total_over_all(abs(g) * c)
+        return p - lr * g / b, m + a * g
+
+    class Own(fusedstep.Optimizer):
+        rule = own
+        lr: float = 1e6
+
+    def stepped(**options):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 64), (8,))]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer = Own(params, engine=engine, **options)
+        optimizer.step()
+        return params, optimizer.state[params[1]]["m"]
+
+    (plain, m), (mixed, n) = stepped(), stepped(state_dtype="int8")
+    torch.testing.assert_close(n, m)
+    for p, q in zip(plain, mixed, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_check_that_checks_nothing_is_no_success():
+    with pytest.raises(ValueError, match="Invalid engine: 'trition'"):
+        fusedstep.check_rule(fusedstep.SGD, engine="trition")
+    with pytest.raises(ValueError, match=r"\['max_grad_norm'\] change what a step does around its rule"):
+        fusedstep.check_rule(fusedstep.SGD, max_grad_norm=1.0)
+
+
+def test_arguments_of_a_subclass_for_all_groups_are_copied():
+    class Own(fusedstep.Lion):
+        x: int = for_all(default=3, kw_only=True)
+
+    optimizer = Own([torch.nn.Parameter(torch.ones(1))], x=5)
+    assert copy.deepcopy(optimizer).x == optimizer.x == 5

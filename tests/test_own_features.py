@@ -92,7 +92,8 @@ class ByHand:
             for i in (i for i in group.places if grads[i] is not None):
                 of, g = self.params[i], grads[i].detach().to(self.params[i].p.dtype)
                 g = -g if group.maximize else g
-                mean = float(g.abs().square().sum()) / g.numel()
+                # a complex number is two
+                mean = float(g.abs().square().sum()) / (g.numel() * (1 + g.is_complex()))
                 of.n = mean if of.n is None else group.beta * of.n + (1 - group.beta) * mean
                 of.m = group.beta * of.m + (1 - group.beta) * g
                 updates[i] = of.m / (math.sqrt(of.n) + 1e-3)

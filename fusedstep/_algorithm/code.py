@@ -22,6 +22,9 @@ class Instruction(NamedTuple):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Instruction) and self._key() == other._key()
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self._key())
 

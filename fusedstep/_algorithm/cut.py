@@ -41,7 +41,8 @@ class Cut:
         self.last = max([*levels.values(), *(fold.args[0].level for fold in self._folds), *kept_levels])
         self._store_in = {place: self.last if place in lossy else level for place, level in levels.items()}
         self._store_later()
-        named = {*graph.folds.values()}
+        # what is added up over all tensors is in the same place for all of them, however each is stored
+        named = {*graph.folds.values(), *(value.args[0] for value in reachable(roots, "all_total"))}
         while later := self._later_folds(named):
             self._fold_in |= later
         # of what is summed later now

@@ -138,6 +138,9 @@ class Scalars(NamedTuple):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scalars) and self._key() == other._key()
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self._key())
 

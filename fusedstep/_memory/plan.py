@@ -111,6 +111,8 @@ class Plan:
         if not any(program.sums_over_all for program in programs):
             return
         owner = self._settings.owner
+        places = {tuple(p.summed_over_all(k) for k in range(len(p.sweeps))) for p in programs}
+        assert len(places) == 1, "programs of one rule that have their sums in different places"
         if len({update.rule for update in self.updates}) > 1:
             raise TypeError(
                 f"{owner} has groups with different rules, and one of them sums over all tensors; use one rule "

@@ -98,7 +98,7 @@ class Table:
         width = FIRST_POINTER + max(len(program.planes) for program in programs.values())
         self.host_cells = np.zeros((len(rows), width), np.int64)
         self.host_cells[:, GROUP] = [row.group for row in ordered]
-        self.host_cells[:, WHOLE_NUMEL] = [row.param.numel() for row in ordered]
+        self.host_cells[:, WHOLE_NUMEL] = [row.param.numel() * (1 + row.param.is_complex()) for row in ordered]
         self.host_cells[:, SEED] = settings.seed
         self.host_cells[:, POSITION] = [row.position for row in ordered]
         self.host_cells[:, FIRST_INDEX] = [row.first_index for row in ordered]
@@ -182,10 +182,11 @@ class Table:
     def find_counts(self, block: Block, counted_here: set[int]) -> None:
         """Note the counts that the states of a block hold now; one that is another row's is read."""
         for place, row in self._started(block).items():
+            counters = dict(zip(("step", *row.program.scalars), self.counters, strict=False))
             for name in row.program.kept_once:
                 count = row.state.get(name, 0.0)
-                is_here = any(count is counts.views[place] for counts in self.counters)
-                row.once[name] = count.clone() if id(count) in counted_here and not is_here else count
+                is_own = count is counters[name].views[place]
+                row.once[name] = count.clone() if id(count) in counted_here and not is_own else count
 
     def adopt_counts(self, block: Block) -> None:
         """Have the rows of a block go on from the counts they have."""
@@ -281,11 +282,12 @@ class Table:
         for counts in self.counters:
             counts.publish_shared()
 
-    def summed_over_all(self, k: int) -> list[int]:
-        """Rows of the sums that are added up over all tensors after sweep `k`; for all buckets the same."""
-        found = [*dict.fromkeys(bucket.program.summed_over_all(k) for bucket in self.buckets_with(k))]
-        assert len(found) <= 1, "programs of one rule that number their sums otherwise"
-        return [*found[0]] if found else []
+    def summed_over_all(self, k: int) -> tuple[int, ...]:
+        """Rows of the sums that are added up over all tensors after sweep `k`; the plan has seen to it that
+        they are the same for all programs.
+        """
+        program = self.buckets[0].program
+        return program.summed_over_all(k) if k < len(program.sweeps) else ()
 
 
 # which gradients are clipped together, by their rows
@@ -366,9 +368,8 @@ def step(
 
 def _tell_each_other(tables: list[Table], k: int) -> None:
     """Have every table know what is summed over all tensors in sweep `k`."""
-    if len(tables) > 1:
-        rows = [table.summed_over_all(k) for table in tables]
-        sums = [table.sums[own] for table, own in zip(tables, rows, strict=True)]
-        for table, own in zip(tables, rows, strict=True):
-            if own:
-                table.shared[0][own] = torch.cat([to_device(t, table.device) for t in sums], 1)
+    for row in tables[0].summed_over_all(k) if len(tables) > 1 else ():
+        for table in tables:
+            # one row after the other: a list of them would be copied to the device, which waits
+            sums = [to_device(other.sums[row], table.device) for other in tables]
+            torch.cat(sums, out=table.shared[0][row])

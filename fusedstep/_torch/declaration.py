@@ -56,7 +56,7 @@ class Declaration(Common):
         for rule in getattr(cls, "rules", ()):
             _check_names(cls, rule)
             for name in rule.group_scalars:
-                cls.arguments[name] = Argument(0.0, kw_only=True, kept=True, scalars=(name,))
+                cls.arguments.setdefault(name, Argument(0.0, kw_only=True, kept=True, scalars=(name,)))
         groups = {name: a for name, a in cls.arguments.items() if not a.for_all}
         cls.all_options = (*groups,)
         if not hasattr(cls, "rules"):

@@ -43,6 +43,10 @@ class Saving(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
         ours += ["unsaved_steps", "_unscales", "_is_flat", "master", "rounding", "seed"]
+        # of a subclass
+        ours += [
+            name for name, a in self.arguments.items() if a.for_all and name in vars(self) and name not in ours
+        ]
         group = None if self.norm_group is None else UnpicklableGroup(self.norm_group)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
 

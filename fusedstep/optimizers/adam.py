@@ -112,10 +112,19 @@ class Adam(Optimizer):
         check_adam(*(arguments[name] for name in ("lr", "betas", "eps", "weight_decay")))
         check_tensors_allowed(arguments)
         arguments["betas"] = tuple(map(as_scalar, arguments["betas"]))
+        if arguments.get("corrected_decay") and arguments.get("peak_lr") is None:
+            # a copy: schedulers fill a tensor where it is
+            lr = arguments["lr"]
+            arguments["peak_lr"] = lr.detach().clone() if isinstance(lr, Tensor) else lr
 
     def check(self, options: dict[str, Any]) -> None:
-        if options.get("cautious") and options["amsgrad"]:
-            raise ValueError("cautious=True and amsgrad=True do not go together; use one of them")
+        if options.get("corrected_decay") and not options["decoupled_weight_decay"]:
+            raise ValueError("corrected_decay=True is for decoupled weight decay; use AdamW")
+        peak = options.get("peak_lr")
+        if options.get("corrected_decay") and peak is not None and not peak > 0:
+            raise ValueError(
+                f"Invalid peak_lr: {peak}; corrected_decay needs the largest rate of the schedule, above 0"
+            )
 
     def number(self, option: str, value: Any) -> Any:
         if option == "peak_lr" and value is None:
@@ -123,6 +132,8 @@ class Adam(Optimizer):
         return super().number(option, value)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
+        if group.get("cautious") and group["amsgrad"]:
+            raise ValueError("cautious=True and amsgrad=True do not go together; use one of them")
         if group["decoupled_weight_decay"]:
             return adamw_cautious if group.get("cautious") else adamw_amsgrad if group["amsgrad"] else adamw
         return adam_cautious if group.get("cautious") else adam_amsgrad if group["amsgrad"] else adam

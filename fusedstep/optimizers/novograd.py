@@ -98,4 +98,6 @@ class NovoGrad(Optimizer):
     def check(self, options: dict[str, Any]) -> None:
         check_lr(options["lr"])
         check_betas(options["betas"])
-        check_not_negative(options, "eps", "weight_decay")
+        check_not_negative(options, "weight_decay")
+        if not options["eps"] > 0:
+            raise ValueError(f"Invalid epsilon value: {options['eps']}; a gradient of zeros is divided by it")

@@ -75,7 +75,8 @@ class Prodigy(Optimizer):
 
     Scalar product and norm are over all parameters. The estimate is `d` of every group, a tensor; nothing is
     read on the host, where prodigyopt reads two numbers of each parameter. `s` and `p0` have the shape of their
-    parameter. All groups should have the same `lr`.
+    parameter. All groups should have the same `lr`. Parameters that are trained later belong into a group that
+    is added then: one that is frozen at first begins with `d0` when it is not.
 
     Args:
         params: parameters, named parameters or groups of them
@@ -125,6 +126,13 @@ class Prodigy(Optimizer):
         check_not_negative(options, "eps", "weight_decay")
         if not options["d0"] > 0:
             raise ValueError(f"Invalid d0 value: {options['d0']}; use a small positive number")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        first, new = self.param_groups[0], self.param_groups[-1]
+        for name in _GROUP.values():
+            # one estimate for all: a group that comes later goes on from it
+            new[name] = first[name].detach().clone() if isinstance(first[name], Tensor) else first[name]
 
     def number(self, option: str, value: Any) -> Any:
         return -1.0 if option == "beta3" and value is None else super().number(option, value)

@@ -14,7 +14,7 @@ from .parts import squares
 _GROUP = {"k": "k", "weight_sum": "weight_sum", "highest": "lr_max"}
 
 
-@rule(states={"z": "z", "v": "exp_avg_sq"}, group_scalars=_GROUP, nonnegative=("v",), saves_step=True)
+@rule(states={"z": "z", "v": "exp_avg_sq"}, group_scalars=_GROUP, nonnegative=("v",), saves_step=False)
 def schedule_free_adamw(
     p,
     g,
@@ -41,7 +41,7 @@ def schedule_free_adamw(
     return p, z, v, k + 1, decided[2], decided[3]
 
 
-@rule(states={"z": "z"}, group_scalars=_GROUP, saves_step=True)
+@rule(states={"z": "z"}, group_scalars=_GROUP, saves_step=False)
 def schedule_free_sgd(
     p, g, z, k, weight_sum, highest, *, step, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power
 ):
@@ -92,15 +92,14 @@ class _ScheduleFree(Optimizer):
                     p.lerp_(z.to(p.dtype), float(1 - 1 / momentum if is_average else 1 - momentum))
             group["train_mode"] = not is_average
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        for chosen in (self.state_dtype, self.param_groups[-1].get("state_dtype")):
-            if (chosen.get("z") if isinstance(chosen, dict) else chosen) == torch.int8:
-                del self.param_groups[-1]
-                raise ValueError(
-                    "8 bits are too few for z, which the average is made of; give state_dtype by the names of "
-                    'states, for example {"exp_avg_sq": "int8"}'
-                )
+    def storage_of(self, group: dict[str, Any]) -> Any:
+        storage = super().storage_of(group)
+        if storage.master is not None or storage.dtype_of("z") == torch.int8:
+            raise ValueError(
+                "no master, and no 8 bits for z, which the average is made of: train() and eval() compute one "
+                'from the other; use master=None, and states by name, such as {"exp_avg_sq": "int8"}'
+            )
+        return storage
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step, as of every optimizer here; in train mode."""
