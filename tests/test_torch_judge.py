@@ -166,6 +166,8 @@ def assert_rounded_once(found, exact, before, name):
     ],
 )
 def test_every_step_is_torchs_in_float64_rounded_once(case, dtype, engine):
+    if engine == "triton" and dtype != torch.float32 and case.desc != "default":
+        pytest.skip("the interpreter takes long")
     ours, theirs = case.pair(fresh(dtype, SHAPES), engine)
     # Triton's interpreter takes 40 ms a step
     for seed in range(3 if engine == "triton" else 6):
