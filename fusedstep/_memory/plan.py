@@ -111,8 +111,6 @@ class Plan:
         if not any(program.sums_over_all for program in programs):
             return
         owner = self._settings.owner
-        places = {tuple(p.summed_over_all(k) for k in range(len(p.sweeps))) for p in programs}
-        assert len(places) == 1, "programs of one rule that have their sums in different places"
         if len({update.rule for update in self.updates}) > 1:
             raise TypeError(
                 f"{owner} has groups with different rules, and one of them sums over all tensors; use one rule "
@@ -120,6 +118,8 @@ class Plan:
             )
         if self._norm_group is not None:
             raise TypeError(f"{owner} has a rule that sums over all tensors, which norm_group does not reach")
+        places = {tuple(p.summed_over_all(k) for k in range(len(p.sweeps))) for p in programs}
+        assert len(places) == 1, "programs of one rule that have their sums in different places"
 
     def _row(self, p: Tensor, group: int, kept: Row | None, memory: Memory) -> Row:
         update = self.updates[group]
