@@ -18,8 +18,7 @@ from .rules import Optimizer, Rule
 _SHAPES = ((), (7,), (3, 5), (40, 30))
 # of what is computed in float64, and of what is computed in float32 and compared with float64
 _LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
-
-
+# arguments that change what is done before and after the rule
 _AROUND = ("max_grad_norm", "skip_nonfinite", "ema_decay", "state_dtype", "master", "rounding")
 
 

@@ -59,7 +59,7 @@ from ._algorithm.language import (
 )
 from ._algorithm.program import Rule, make_rule
 from ._algorithm.step import keywords
-from ._torch.arguments import extra, fixed, for_all, kept, keyword, pair, triple
+from ._torch.arguments import extra, fixed, for_all, group_entry, keyword, pair, triple
 from ._torch.optimizer import Optimizer
 
 __all__ = [
@@ -73,7 +73,7 @@ __all__ = [
     "fixed",
     "fma",
     "for_all",
-    "kept",
+    "group_entry",
     "keyword",
     "largest",
     "log",

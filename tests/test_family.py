@@ -338,3 +338,42 @@ def test_arguments_of_a_subclass_for_all_groups_are_copied():
 
     optimizer = Own([torch.nn.Parameter(torch.ones(1))], x=5)
     assert copy.deepcopy(optimizer).x == optimizer.x == 5
+
+
+def stepped(cls, **options):
+    p = torch.nn.Parameter(torch.randn(4))
+    optimizer = cls([p], **options)
+    p.grad = torch.randn(4)
+    optimizer.step()
+    return p, optimizer
+
+
+def test_a_tensor_that_lost_what_it_keeps_is_refused_and_nothing_written():
+    _, optimizer = stepped(fusedstep.NAdam)
+    saved = optimizer.state_dict()
+    del saved["state"][0]["mu_product"]
+    p, other = stepped(fusedstep.NAdam)
+    other.load_state_dict(saved)
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"without \['mu_product'\], which goes on from step to step"):
+        other.step()
+    assert torch.equal(p, before)
+
+
+def test_a_group_of_a_checkpoint_has_all_that_it_keeps_or_nothing():
+    _, optimizer = stepped(fusedstep.Prodigy)
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["d"]
+    _, other = stepped(fusedstep.Prodigy)
+    with pytest.raises(ValueError, match="the checkpoint has no d for a group of Prodigy"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("wrong", ["1", torch.ones(2), None])
+def test_what_a_group_keeps_is_a_number(wrong):
+    p, optimizer = stepped(fusedstep.Prodigy)
+    optimizer.param_groups[0]["d"] = wrong
+    before = p.detach().clone()
+    with pytest.raises(TypeError, match="use a number or a one-element tensor"):
+        optimizer.step()
+    assert torch.equal(p, before)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._algorithm.program import StepSpec
 from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_device
-from . import shards
+from . import group_scalars, shards
 from .bucket import Block
 from .options import COMMON, GroupOptions, TensorOption, read_again, read_group
 from .row import Memory, Row, Settings, check_sums, make_row, program_of
@@ -64,7 +64,7 @@ class Plan:
         for gone in optimizer.unsaved_steps.keys() - set(params):
             del optimizer.unsaved_steps[gone]
         self.updates = [*map(optimizer.update_of, groups)]
-        self._place_group_scalars(groups)
+        group_scalars.place(groups, self.updates)
         self._options = [read_group(optimizer, i) for i in range(len(groups))]
         self.spec, self._watched, self._norm_group = spec, is_watched(), optimizer.norm_group
         self._storage = optimizer.storage
@@ -91,7 +91,7 @@ class Plan:
         self.tables = make_tables(rows, self._numbers, names, self._settings)
 
         self._check_sums_over_all()
-        self._find_group_scalars()
+        self._group_scalars = group_scalars.found_in(self.tables)
         # everything is allocated and compiled
         statuses = [table.status for table in self.tables] or [_status(self._settings, status)]
         self.status = statuses[0]
@@ -246,37 +246,8 @@ class Plan:
             for block in table.blocks:
                 block.tensors = []
 
-    # what groups keep
-
-    def _place_group_scalars(self, groups: list[dict[str, Any]]) -> None:
-        """Have what steps keep for groups in tensors beside their parameters."""
-        for group, update in zip(groups, self.updates, strict=True):
-            for name in update.rule.group_scalars if group["params"] else ():
-                found, device = group[name], shards.local(group["params"][0]).device
-                if not isinstance(found, Tensor) or not found.is_floating_point():
-                    dtype = torch.float32 if device.type == "mps" else torch.float64
-                    group[name] = torch.full((), float(found), dtype=dtype, device=device)
-                elif found.device != device:
-                    group[name] = found.detach().to(device)
-
-    def _find_group_scalars(self) -> None:
-        """Note where tables have what is kept for groups, in any of its rows."""
-        self._kept_of_groups: list[tuple[int, str, Tensor]] = []
-        seen: set[int] = set()
-        for table in self.tables:
-            for bucket in (bucket for bucket in table.buckets if bucket.program.group_columns):
-                for i, row in enumerate(bucket.rows, bucket.first_row):
-                    if row.group not in seen:
-                        seen.add(row.group)
-                        self._kept_of_groups += [
-                            (row.group, name, table.scalars[i, column])
-                            for name, column in row.program.group_columns
-                        ]
-
-    @torch.no_grad()
     def keep_group_scalars(self, groups: list[dict[str, Any]]) -> None:
-        for i, name, value in self._kept_of_groups:
-            groups[i][name].copy_(value, non_blocking=True)
+        group_scalars.keep(self._group_scalars, groups)
 
     # options
 
@@ -287,7 +258,7 @@ class Plan:
     def _refresh_options(self, optimizer: Any) -> bool:
         """Bring to the device what has changed in the groups' options; False if they need another plan."""
         groups = optimizer.param_groups
-        if not all(_is_beside(groups[i].get(name), groups[i]["params"]) for i, name, _ in self._kept_of_groups):
+        if not group_scalars.are_placed(self._group_scalars, groups):
             return False
         changed = [i for i, options in enumerate(self._options) if options.changed(groups[i])]
         if not changed:
@@ -416,8 +387,3 @@ class Plan:
 
 def _place(option: TensorOption) -> tuple[int, int]:
     return option.column, option.value.data_ptr()
-
-
-def _is_beside(found: Any, params: list[Tensor]) -> bool:
-    """Whether it is where a plan has put it."""
-    return isinstance(found, Tensor) and found.device == shards.local(params[0]).device

@@ -122,9 +122,10 @@ class Row:
         return same and self.numel == other.numel
 
     def is_right(self) -> bool:
-        """Whether its tensors are of the kinds it was made for."""
+        """Whether its tensors are of the kinds it was made for, and nothing that its rule keeps is lost."""
         kept = zip((self.param, *self._states()), (self.checks[PARAM], *self.checks[GRAD + 1 :]), strict=True)
-        return all(self._is_like(t, check) for t, check in kept) and self.takes(self.grad)
+        has_scalars = all(name in self.state for name in self.program.scalars)
+        return has_scalars and all(self._is_like(t, check) for t, check in kept) and self.takes(self.grad)
 
     def takes(self, grad: Any) -> bool:
         """Whether there is no gradient, or one of the kind it was made for."""
@@ -218,6 +219,12 @@ def make_row(
         raise RuntimeError(
             f"{settings.owner} found state {sorted(state)} for a parameter, but keeps {known}: "
             "it seems to come from another optimizer; load a checkpoint of this one, or clear the state"
+        )
+    lost = [name for name in rule.scalars if name not in state]
+    if lost and any(there.values()):
+        raise RuntimeError(
+            f"{settings.owner} found state {sorted(state)} for a parameter without {lost}, which goes on from "
+            "step to step; load a checkpoint of this optimizer, or clear the state"
         )
     param = found_master(p, state) or param_format(whole, storage, settings.owner)
     states = [there[name] or state_format(whole, rule, name, storage) for name in names]

@@ -126,6 +126,9 @@ class Table:
         # sums of all that is stepped together, and who is clipped with whom
         self.shared = self.sums, from_host(self.clip_ids, self.device)
         self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
+        # of every sweep, the sums that are added up over all tensors: in the same rows for all programs
+        program = self.buckets[0].program
+        self.summed_over_all = [program.summed_over_all(k) for k in range(len(program.sweeps))]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
         # the same on the host; NaN for those that are only known to a device
@@ -282,13 +285,6 @@ class Table:
         for counts in self.counters:
             counts.publish_shared()
 
-    def summed_over_all(self, k: int) -> tuple[int, ...]:
-        """Rows of the sums that are added up over all tensors after sweep `k`; the plan has seen to it that
-        they are the same for all programs.
-        """
-        program = self.buckets[0].program
-        return program.summed_over_all(k) if k < len(program.sweeps) else ()
-
 
 # which gradients are clipped together, by their rows
 CLIP_SCOPES: dict[str, Callable[[Row], Any]] = {
@@ -368,7 +364,8 @@ def step(
 
 def _tell_each_other(tables: list[Table], k: int) -> None:
     """Have every table know what is summed over all tensors in sweep `k`."""
-    for row in tables[0].summed_over_all(k) if len(tables) > 1 else ():
+    rows = tables[0].summed_over_all if len(tables) > 1 else []
+    for row in rows[k] if k < len(rows) else ():
         for table in tables:
             # one row after the other: a list of them would be copied to the device, which waits
             sums = [to_device(other.sums[row], table.device) for other in tables]

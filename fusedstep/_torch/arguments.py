@@ -33,7 +33,7 @@ class Argument(NamedTuple):
     for_all: bool = False
     # held fixed by the class, or kept for each group by a rule: no argument of a constructor
     fixed: bool = False
-    kept: bool = False
+    is_entry: bool = False
     # in a group only if it is not the default
     is_extra: bool = False
     scalars: tuple[str, ...] = ()
@@ -61,9 +61,9 @@ def fixed(*, default: Any, init: Literal[False]) -> Any:
     return Argument(default, fixed=not init)
 
 
-def kept(*, default: Any, init: Literal[False]) -> Any:
-    """What groups have, from this on, and no constructor takes."""
-    return Argument(default, kw_only=True, kept=not init)
+def group_entry(*, default: Any, init: Literal[False]) -> Any:
+    """What every group has, this at first, and no constructor takes."""
+    return Argument(default, kw_only=True, is_entry=not init)
 
 
 def pair(first: str, second: str, default: tuple, *, kw_only: bool = False) -> Any:
@@ -76,7 +76,7 @@ def triple(first: str, second: str, third: str, default: tuple, *, kw_only: bool
     return Argument(default, kw_only=kw_only, scalars=(first, second, third))
 
 
-@dataclass_transform(field_specifiers=(keyword, extra, for_all, fixed, kept, pair, triple))
+@dataclass_transform(field_specifiers=(keyword, extra, for_all, fixed, group_entry, pair, triple))
 class Declared:
     """For type checkers: subclasses have a constructor that takes what they declare."""
 
@@ -126,7 +126,7 @@ def signature_of(arguments: dict[str, Argument], common: dict[str, Argument]) ->
             default=a.default,
         )
         for name, a in arguments.items()
-        if not a.fixed and not a.kept
+        if not a.fixed and not a.is_entry
     }
     first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     order = sorted(made, key=lambda name: (made[name].kind, arguments[name].kw_only and name in common))

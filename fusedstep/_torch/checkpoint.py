@@ -46,6 +46,10 @@ def _complete(optimizer: Any, saved: dict[str, Any], group: dict[str, Any]) -> N
     # what takes a keyword is ours alone, and torch's flags came later than its classes
     optional = {name for name, a in arguments.items() if a.kw_only}.union(_TORCH_FLAGS)
     missing = [name for name in optimizer.options if name not in saved and name not in optional]
+    scalars = {name for rule in optimizer.rules for name in rule.group_scalars}
+    if scalars & saved.keys():
+        # all of them, or none: those that are left out would begin anew beside the others
+        missing += sorted(scalars - saved.keys())
     if missing:
         raise ValueError(
             f"the checkpoint has no {', '.join(missing)} for a group of {type(optimizer).__name__}: "

@@ -56,7 +56,7 @@ class Declaration(Common):
         for rule in getattr(cls, "rules", ()):
             _check_names(cls, rule)
             for name in rule.group_scalars:
-                cls.arguments.setdefault(name, Argument(0.0, kw_only=True, kept=True, scalars=(name,)))
+                cls.arguments.setdefault(name, Argument(0.0, kw_only=True, is_entry=True, scalars=(name,)))
         groups = {name: a for name, a in cls.arguments.items() if not a.for_all}
         cls.all_options = (*groups,)
         if not hasattr(cls, "rules"):
@@ -129,7 +129,7 @@ class Declaration(Common):
 
 def _check_names(cls: type[Declaration], rule: Rule) -> None:
     """Raise where a rule calls something of its own as a class calls something else."""
-    arguments = {name for name, a in cls.arguments.items() if not a.kept}
+    arguments = {name for name, a in cls.arguments.items() if not a.is_entry}
     taken = sorted(arguments.intersection(rule.group_scalars))
     common = sorted({*COMMON, "params"}.intersection(rule.options))
     if taken or common:

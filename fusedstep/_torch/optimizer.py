@@ -42,7 +42,9 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
         cls = type(self)
         self.check_arguments(defaults)
-        defaults = with_tuples(defaults) | {n: a.default for n, a in cls.arguments.items() if a.fixed or a.kept}
+        defaults = with_tuples(defaults) | {
+            n: a.default for n, a in cls.arguments.items() if a.fixed or a.is_entry
+        }
         whole = {n: defaults.pop(n, a.default) for n, a in cls.arguments.items() if a.for_all}
         # set to True, a step is skipped if a gradient holds NaN or inf; set to "raise", it raises
         self.skip_nonfinite = as_skip(whole["skip_nonfinite"])

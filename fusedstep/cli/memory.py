@@ -46,11 +46,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float16)}
 STATE_DTYPES = (None, "float32", "bfloat16", "int8")
-OPTIMIZERS: dict[str, Any] = {
-    name: found
-    for name, found in vars(fusedstep).items()
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
-}
+OPTIMIZERS: dict[str, Any] = {name: getattr(fusedstep, name) for name in fusedstep.optimizers.__all__}
 # names of tensors that a table shows
 _MOST_NAMES = 4
 

@@ -11,7 +11,8 @@ from torch.optim.optimizer import ParamsT
 from ..optimizers import Adadelta, RMSprop
 from ..optimizers.checks import check_lr, check_not_negative
 from ..optimizers.parts import decayed
-from ..rules import Rule, fma, rule, sqrt, where
+from ..optimizers.rmsprop import BUFFER, MEAN, SQUARES
+from ..rules import fma, rule, sqrt, where
 from ._optimizers import FusedOptimizer
 
 
@@ -83,18 +84,13 @@ class NpuFusedRMSprop(FusedOptimizer, RMSprop):
         RMSprop.__init__(self, params, **own, state_dtype=state_dtype, engine=engine)
 
 
-_SQUARES = {"v": "square_avg"}
-_MEAN = {"a": "grad_avg"}
-_BUFFER = {"b": "momentum_buffer"}
-
-
-@rule(states=_SQUARES, nonnegative=("v",))
+@rule(states=SQUARES, nonnegative=("v",))
 def rmsprop_tf(p, g, v, *, step, lr, alpha, eps, weight_decay, decoupled_decay):
     p, g, v = begun(p, g, v, step, alpha, weight_decay, decoupled_decay)
     return fma(-lr, g / sqrt(v + eps), p), v
 
 
-@rule(states=_SQUARES | _BUFFER, nonnegative=("v",))
+@rule(states=SQUARES | BUFFER, nonnegative=("v",))
 def rmsprop_tf_momentum(
     p, g, v, b, *, step, lr, alpha, eps, weight_decay, momentum, decoupled_decay, lr_in_momentum
 ):
@@ -103,14 +99,14 @@ def rmsprop_tf_momentum(
     return p, v, b
 
 
-@rule(states=_SQUARES | _MEAN, nonnegative=("v",))
+@rule(states=SQUARES | MEAN, nonnegative=("v",))
 def rmsprop_tf_centered(p, g, v, a, *, step, lr, alpha, eps, weight_decay, decoupled_decay):
     p, g, v = begun(p, g, v, step, alpha, weight_decay, decoupled_decay)
     a = fma(1 - alpha, g - a, a)
     return fma(-lr, g / sqrt(fma(-a, a, v) + eps), p), v, a
 
 
-@rule(states=_SQUARES | _BUFFER | _MEAN, nonnegative=("v",))
+@rule(states=SQUARES | BUFFER | MEAN, nonnegative=("v",))
 def rmsprop_tf_centered_momentum(
     p, g, v, b, a, *, step, lr, alpha, eps, weight_decay, momentum, decoupled_decay, lr_in_momentum
 ):
@@ -196,7 +192,4 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         check_lr(options["lr"])
         check_not_negative(options, "eps", "momentum", "weight_decay", "alpha")
 
-    def rule_of(self, group: dict[str, Any]) -> Rule:
-        if group["centered"]:
-            return rmsprop_tf_centered_momentum if group["momentum"] > 0 else rmsprop_tf_centered
-        return rmsprop_tf_momentum if group["momentum"] > 0 else rmsprop_tf
+    rule_of = RMSprop.rule_of

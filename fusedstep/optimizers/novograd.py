@@ -16,7 +16,7 @@ def novograd(
 ):
     n = blended(n, total(g * g), step, beta2, init_zero)
     options = lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging
-    return *descended(p, g, m, sqrt(n), step, *options), n
+    return *stepped(p, g, m, sqrt(n), step, *options), n
 
 
 @rule(states={"m": "exp_avg"}, scalars={"n": "exp_avg_sq"})
@@ -25,16 +25,14 @@ def novograd_largest(
 ):
     n = blended(n, largest(g), step, beta2, init_zero)
     options = lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging
-    return *descended(p, g, m, n, step, *options), n
+    return *stepped(p, g, m, n, step, *options), n
 
 
 def blended(n, size, step, beta2, init_zero):
     return fma(1 - beta2, size, beta2 * where(step == 1, where(init_zero != 0, 0.0, size), n))
 
 
-def descended(
-    p, g, m, norm, step, lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging
-):
+def stepped(p, g, m, norm, step, lr, beta1, beta2, eps, weight_decay, bias_correction, inside, grad_averaging):
     bias1 = 1 - bias_correction * power(beta1, step)
     bias2 = 1 - bias_correction * power(beta2, step)
     scale = 1 / (norm / sqrt(bias2) + eps)

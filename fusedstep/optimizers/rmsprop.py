@@ -10,19 +10,19 @@ from ..rules import Optimizer, Rule, fma, mix, rule, sqrt
 from .checks import check_lr, check_not_negative
 from .parts import decayed, squares
 
-_SQUARES = {"v": "square_avg"}
-_MEAN = {"a": "grad_avg"}
-_BUFFER = {"b": "momentum_buffer"}
+SQUARES = {"v": "square_avg"}
+MEAN = {"a": "grad_avg"}
+BUFFER = {"b": "momentum_buffer"}
 
 
-@rule(states=_SQUARES, nonnegative=("v",), saves_step=True)
+@rule(states=SQUARES, nonnegative=("v",), saves_step=True)
 def rmsprop(p, g, v, *, lr, alpha, eps, weight_decay):
     g = decayed(p, g, weight_decay)
     v = squares(g, v, alpha)
     return fma(-lr, g / (sqrt(v) + eps), p), v
 
 
-@rule(states=_SQUARES | _BUFFER, nonnegative=("v",), saves_step=True)
+@rule(states=SQUARES | BUFFER, nonnegative=("v",), saves_step=True)
 def rmsprop_momentum(p, g, v, b, *, lr, alpha, eps, weight_decay, momentum):
     g = decayed(p, g, weight_decay)
     v = squares(g, v, alpha)
@@ -30,14 +30,14 @@ def rmsprop_momentum(p, g, v, b, *, lr, alpha, eps, weight_decay, momentum):
     return fma(-lr, b, p), v, b
 
 
-@rule(states=_SQUARES | _MEAN, nonnegative=("v",), saves_step=True)
+@rule(states=SQUARES | MEAN, nonnegative=("v",), saves_step=True)
 def rmsprop_centered(p, g, v, a, *, lr, alpha, eps, weight_decay):
     g = decayed(p, g, weight_decay)
     v, a = squares(g, v, alpha), mix(a, g, alpha)
     return fma(-lr, g / (sqrt(fma(-a, a, v)) + eps), p), v, a
 
 
-@rule(states=_SQUARES | _BUFFER | _MEAN, nonnegative=("v",), saves_step=True)
+@rule(states=SQUARES | BUFFER | MEAN, nonnegative=("v",), saves_step=True)
 def rmsprop_centered_momentum(p, g, v, b, a, *, lr, alpha, eps, weight_decay, momentum):
     g = decayed(p, g, weight_decay)
     v, a = squares(g, v, alpha), mix(a, g, alpha)
@@ -92,6 +92,4 @@ class RMSprop(Optimizer):
         check_not_negative(arguments, "eps", "momentum", "weight_decay", "alpha")
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
-        if group["centered"]:
-            return rmsprop_centered_momentum if group["momentum"] > 0 else rmsprop_centered
-        return rmsprop_momentum if group["momentum"] > 0 else rmsprop
+        return self.rules[2 * bool(group["centered"]) + (group["momentum"] > 0)]

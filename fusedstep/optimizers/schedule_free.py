@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rules import Optimizer, fma, kept, maximum, minimum, pair, power, rule, sqrt, where
+from ..rules import Optimizer, fma, group_entry, maximum, minimum, pair, power, rule, sqrt, where
 from .checks import check_betas, check_lr, check_not_negative
 from .parts import squares
 
@@ -36,36 +36,37 @@ def schedule_free_adamw(
 ):
     v = squares(g, v, beta2)
     u = g / fma(1 / sqrt(1 - power(beta2, k + 1)), sqrt(v), eps)
-    decided = shares(k, weight_sum, highest, lr, warmup_steps, r, weight_lr_power)
-    p, z = moved(p, where(step == 1, p, z), fma(weight_decay, p, u), beta1, decided)
-    return p, z, v, k + 1, decided[2], decided[3]
+    rate, highest = warmed_up(k, highest, lr, warmup_steps)
+    share, weight_sum = averaged(k, weight_sum, highest, r, weight_lr_power)
+    p, z = moved(p, where(step == 1, p, z), fma(weight_decay, p, u), beta1, rate, share)
+    return p, z, v, k + 1, weight_sum, highest
 
 
 @rule(states={"z": "z"}, group_scalars=_GROUP, saves_step=False)
 def schedule_free_sgd(
     p, g, z, k, weight_sum, highest, *, step, lr, momentum, weight_decay, warmup_steps, r, weight_lr_power
 ):
-    decided = shares(k, weight_sum, highest, lr, warmup_steps, r, weight_lr_power)
-    p, z = moved(p, where(step == 1, p, z), fma(weight_decay, p, g), momentum, decided)
-    return p, z, k + 1, decided[2], decided[3]
+    rate, highest = warmed_up(k, highest, lr, warmup_steps)
+    share, weight_sum = averaged(k, weight_sum, highest, r, weight_lr_power)
+    p, z = moved(p, where(step == 1, p, z), fma(weight_decay, p, g), momentum, rate, share)
+    return p, z, k + 1, weight_sum, highest
 
 
-def shares(k, weight_sum, highest, lr, warmup_steps, r, weight_lr_power):
-    """The rate, how much of the average this step is, and what the group keeps."""
+def warmed_up(k, highest, lr, warmup_steps):
+    """The rate of this step, and the highest so far."""
     rate = lr * minimum((k + 1) / maximum(warmup_steps, 1.0), 1.0)
-    highest = where(k == 0, rate, maximum(rate, highest))
+    return rate, where(k == 0, rate, maximum(rate, highest))
+
+
+def averaged(k, weight_sum, highest, r, weight_lr_power):
+    """How much of the average this step is, and what all steps so far count together."""
     weight = power(k + 1, r) * power(highest, weight_lr_power)
     weight_sum = weight_sum + weight
-    return (
-        rate,
-        where(weight_sum > 0, weight / where(weight_sum > 0, weight_sum, 1.0), 0.0),
-        weight_sum,
-        highest,
-    )
+    # of a rate of 0 nothing has counted yet
+    return where(weight_sum > 0, weight / where(weight_sum > 0, weight_sum, 1.0), 0.0), weight_sum
 
 
-def moved(y, z, u, momentum, decided):
-    rate, share = decided[:2]
+def moved(y, z, u, momentum, rate, share):
     y = fma(rate * (momentum * (1 - share) - 1), u, fma(share, z - y, y))
     return y, fma(-rate, u, z)
 
@@ -85,8 +86,8 @@ class _ScheduleFree(Optimizer):
     def _show(self, is_average: bool) -> None:
         for group in self.param_groups:
             momentum = group["betas"][0] if "betas" in group else group["momentum"]
-            shown = group["train_mode"] != is_average
-            for p in group["params"] if not shown else ():
+            is_shown = group["train_mode"] != is_average
+            for p in () if is_shown else group["params"]:
                 z = self.state.get(p, {}).get("z")
                 if z is not None:
                     p.lerp_(z.to(p.dtype), float(1 - 1 / momentum if is_average else 1 - momentum))
@@ -156,7 +157,7 @@ class ScheduleFreeAdamW(_ScheduleFree):
     warmup_steps: int = 0
     r: float = 0.0
     weight_lr_power: float = 2.0
-    train_mode: bool = kept(default=True, init=False)
+    train_mode: bool = group_entry(default=True, init=False)
 
     rule = schedule_free_adamw
 
@@ -198,7 +199,7 @@ class ScheduleFreeSGD(_ScheduleFree):
     warmup_steps: int = 0
     r: float = 0.0
     weight_lr_power: float = 2.0
-    train_mode: bool = kept(default=True, init=False)
+    train_mode: bool = group_entry(default=True, init=False)
 
     rule = schedule_free_sgd
 
