@@ -52,6 +52,7 @@ from ._algorithm.language import (
     report,
     sign,
     sqrt,
+    staged,
     tanh,
     total,
     total_over_all,
@@ -61,10 +62,13 @@ from ._algorithm.program import Rule, make_rule
 from ._algorithm.step import keywords
 from ._torch.arguments import extra, fixed, for_all, group_entry, keyword, pair, triple
 from ._torch.optimizer import Optimizer
+from .stages import NewtonSchulz, Stage, named_coefficients
 
 __all__ = [
+    "NewtonSchulz",
     "Optimizer",
     "Rule",
+    "Stage",
     "abs",
     "clamp",
     "cos",
@@ -80,12 +84,14 @@ __all__ = [
     "maximum",
     "minimum",
     "mix",
+    "named_coefficients",
     "pair",
     "power",
     "report",
     "rule",
     "sign",
     "sqrt",
+    "staged",
     "tanh",
     "total",
     "total_over_all",

@@ -163,3 +163,51 @@ def train(rule, params, grads, **options):
     steps = [clip(step, limit, eps, together) for step in grads]
     own = {name: value for name, value in options.items() if name not in ("max_grad_norm", "clip_scope")}
     return [rule(p, [step[i] for step in steps], **own) for i, p in enumerate(params)]
+
+
+def orthogonalized(x, coefficients, eps=1e-7):
+    """Newton and Schulz's iteration on one matrix, by the definition."""
+    x = x / max(np.linalg.norm(x), eps)
+    for a, b, c in coefficients:
+        # of a tall matrix the same, and less work
+        if len(x) <= len(x.T):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        else:
+            gram = x.T @ x
+            x = a * x + x @ (b * gram + c * gram @ gram)
+    return x
+
+
+KELLER = (3.4445, -4.7750, 2.0315)
+ADJUSTED = {
+    "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+    "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+    "spectral_unclamped": lambda rows, columns: (rows / columns) ** 0.5,
+}
+
+
+def muon(
+    p,
+    grads,
+    lr,
+    weight_decay=0.1,
+    momentum=0.95,
+    nesterov=True,
+    ns_coefficients=(KELLER,) * 5,
+    eps=1e-7,
+    adjust_lr_fn="original",
+    cautious_decay=False,
+    normalize_rows=None,
+):
+    m, squares = np.zeros_like(p), np.zeros((len(p), 1))
+    for g in grads:
+        m = momentum * m + (1 - momentum) * g
+        o = orthogonalized(momentum * m + (1 - momentum) * g if nesterov else m, ns_coefficients, eps)
+        if normalize_rows is not None:
+            squares = normalize_rows * squares + (1 - normalize_rows) * (o * o).mean(1, keepdims=True)
+            normalized = o / (np.sqrt(squares) + 1e-8)
+            o = normalized * np.linalg.norm(o) / np.linalg.norm(normalized)
+        decay = lr * weight_decay * (o * p >= 0 if cautious_decay else 1.0)
+        p = (1 - decay) * p - lr * ADJUSTED[adjust_lr_fn](*p.shape) * o
+    return p, {"momentum_buffer": m}

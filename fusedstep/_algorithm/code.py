@@ -40,7 +40,7 @@ class Code(NamedTuple):
     numbers: list[int | float]
 
 
-def linear(roots: Iterable[Any], leaf: Callable[[Value], Leaf | None], rank: Callable[[Leaf], int]) -> Code:
+def linear(roots: Iterable[Any], leaf: Callable[[Value], Leaf | None], rank: Callable[[Leaf], Any]) -> Code:
     """The operations that give `roots`, down to where `leaf` says that a value is there already."""
     roots = [*map(_through_reports, roots)]
     leaves: dict[Leaf, None] = {}

@@ -23,9 +23,13 @@ _KINDS = {**{name: name for name in OF_TENSOR}, GRAD_SCALE: "scale", FOUND_INF: 
 class Cut:
     """Which sweep stores and sums what."""
 
-    def __init__(self, graph: Graph, spec: StepSpec, lossy: frozenset[int], count: int) -> None:
-        """`lossy` are places of planes that do not give back what was stored, among the `count` of a row."""
-        self._count = count
+    def __init__(
+        self, graph: Graph, spec: StepSpec, lossy: frozenset[int], places: dict[Value, tuple[int, int]]
+    ) -> None:
+        """`lossy` are places of planes that do not give back what was stored. In `places` of theirs, stages
+        find what they work on, and leave what they make of it.
+        """
+        self._lossy, self._places = lossy, places
         self._kept_once = [*graph.kept, *graph.of_group.values()]
         roots = [*graph.stores.values(), *graph.folds.values(), graph.skip, *self._kept_once]
         # columns are in the order of the graph, however it is cut: programs may then share their scalars
@@ -39,7 +43,10 @@ class Cut:
         levels = {place: max(value.level, self.decision) for place, value in self._stores.items()}
         kept_levels = (value.level for value in self._kept_once)
         self.last = max([*levels.values(), *(fold.args[0].level for fold in self._folds), *kept_levels])
-        self._store_in = {place: self.last if place in lossy else level for place, level in levels.items()}
+        self._store_in = levels
+        # what stages work on; what they leave is loaded as it is by all later sweeps
+        self._sources = {source: stage.args[0] for stage, (source, _) in places.items()}
+        self._source_in = {source: max(u.level, self.decision) for source, u in self._sources.items()}
         self._store_later()
         # what is added up over all tensors is in the same place for all of them, however each is stored
         named = {*graph.folds.values(), *(value.args[0] for value in reachable(roots, "all_total"))}
@@ -57,13 +64,15 @@ class Cut:
             self._store_in |= dict.fromkeys(conflicts, self.last)
 
     def _needed_again(self) -> list[int]:
-        """Planes whose old values a sweep needs after an earlier one has overwritten them."""
+        """Planes that a sweep needs after an earlier one has overwritten them: their old values, or new ones
+        that they do not give back.
+        """
         found = []
         for k in range(self.last + 1):
             overwritten = {place for place, i in self._store_in.items() if i < k}
             old: list[int] = []
-            self._code(k, old)
-            found += [place for place in old if place in overwritten]
+            loaded = [place for kind, place in self._code(k, old).leaves if kind == "load"]
+            found += [place for place in (*old, *self._lossy.intersection(loaded)) if place in overwritten]
         return found
 
     def _later_folds(self, named: set[Value]) -> dict[Value, int]:
@@ -80,13 +89,18 @@ class Cut:
         found = {place: value for place, value in self._stores.items() if self._store_in[place] == k}
         if self._grad_store is not None and self._grad_store_in == k:
             found[GRAD] = self._grad_store
-        return found
+        return found | {place: u for place, u in self._sources.items() if self._source_in[place] == k}
+
+    def stored_in(self, source: int) -> int:
+        """The sweep after which a stage finds what it works on."""
+        return self._source_in[source]
 
     def folds(self, k: int) -> list[Value]:
         return [fold for fold in self._folds if self._fold_in[fold] == k]
 
     def _roots(self, k: int) -> list[Value]:
         stores = [value for place, value in self._stores.items() if self._store_in[place] == k]
+        stores += [u for place, u in self._sources.items() if self._source_in[place] == k]
         return stores + [fold.args[0] for fold in self.folds(k)]
 
     def _code(self, k: int, old: list[int] | None = None, roots: Iterable[Any] | None = None) -> Code:
@@ -96,15 +110,17 @@ class Cut:
         def leaf(value: Value) -> Leaf | None:
             if value in written:
                 return "load", written[value]
+            if value.op == "stage":
+                return "load", self._places[value][1]
             if value.op == "plane":
                 if old is not None:
                     old.append(value.args[0])
                 return "load", value.args[0]
             return None if value.per_element or value.op in _EXACT else ("column", value)
 
-        def rank(at: Leaf) -> int:
+        def rank(at: Leaf) -> tuple[int, int]:
             kind, what = at
-            return what if kind == "load" else self._count + self._order[what]
+            return (0, what) if kind == "load" else (1, self._order[what])
 
         return linear(self._roots(k) if roots is None else roots, leaf, rank)
 

@@ -238,6 +238,15 @@ def total_over_all(a):
     return over_all(total(a))
 
 
+def staged(a, stage):
+    """What a `Stage` makes of `a`: work on whole tensors, such as products of matrices, between two sweeps."""
+    if not getattr(a, "per_element", False):
+        raise TypeError(f"{type(stage).__name__} works on tensors; give it a number of each element, not {a!r}")
+    value = type(a)("stage", a, stage)
+    value.per_element, value.level = True, a.level + 1
+    return value
+
+
 def report(name, a):
     """`a` itself, which `statistics()` tells by this name."""
     return a if _known(a) else type(a)("report", a, name)

@@ -19,7 +19,8 @@ from .code import Instruction, reachable
 from .cut import Cut, uniform_code
 from .formats import Format, Plain, Plane, compute_dtype
 from .language import Value
-from .step import GRAD, OF_TENSOR, ONLY_UPDATE, PARAM, StepSpec, Stored, called, keywords, trace_step
+from .stage import Stage
+from .step import GRAD, OF_TENSOR, ONLY_UPDATE, PARAM, Graph, StepSpec, Stored, called, keywords, trace_step
 
 # the state that holds a moving average of the parameter
 EMA = "ema"
@@ -63,6 +64,11 @@ class Rule(NamedTuple):
     def sums_over_all(self) -> bool:
         """Whether some of them are over all tensors."""
         return _sums_of(self)[1]
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Work on whole tensors that the update asks for between its sweeps."""
+        return tuple(each.stage for each in compile_step(self).stages)
 
 
 @functools.cache
@@ -168,11 +174,20 @@ class Sweep(NamedTuple):
     clears: bool
 
 
+class Staged(NamedTuple):
+    """A stage, the sweep it follows, and the places of the planes that it reads and writes."""
+
+    stage: Stage
+    after: int
+    source: int
+    target: int
+
+
 class Program(NamedTuple):
     """A step, resolved: what engines compile, and a key for what they compiled."""
 
     name: str
-    # the parameter, its gradient, and what is in its state
+    # the parameter, its gradient, what is in its state, and the workspaces of stages
     planes: tuple[Plane, ...]
     sweeps: tuple[Sweep, ...]
     column_count: int
@@ -183,6 +198,7 @@ class Program(NamedTuple):
     # what is kept once for each tensor, and columns of the table of scalars that groups keep
     scalars: tuple[str, ...] = ()
     group_columns: tuple[tuple[str, int], ...] = ()
+    stages: tuple[Staged, ...] = ()
 
     @property
     def fold_count(self) -> int:
@@ -210,7 +226,7 @@ class Program(NamedTuple):
 
     @property
     def state_planes(self) -> tuple[Plane, ...]:
-        return self.planes[GRAD + 1 :]
+        return self.planes[GRAD + 1 : len(self.planes) - 2 * len(self.stages)]
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -256,15 +272,18 @@ def _placed(names: tuple[str, ...], formats: tuple[Format, ...]) -> tuple[list[P
 def compile_step(
     rule: Rule, spec: StepSpec = ONLY_UPDATE, averages: bool = False, formats: tuple[Format, ...] = ()
 ) -> Program:
-    """The program of a rule with all that `spec` asks for, and slots stored in these formats."""
+    """The program of a rule with all that `spec` asks for, and slots stored in these formats; those of what its
+    stages read and write come last.
+    """
     names = slot_names(rule, averages)
-    planes, slots = _placed(names, formats or (Plain(torch.float32),) * len(names))
+    planes, slots = _placed(names, formats[: len(names)] or (Plain(torch.float32),) * len(names))
     graph = trace_step(rule, slots, spec, averages)
+    places = _workspaces(graph, formats[len(names) :], planes)
     if not rule.saves_step:
         _check_first_only(rule, reachable([*graph.stores.values(), *graph.kept]))
     # gradients are not read back
     lossy = [at for i, (format, places) in enumerate(slots) if i != GRAD and format.loses_bits for at in places]
-    cut = Cut(graph, spec, frozenset(lossy), len(planes))
+    cut = Cut(graph, spec, frozenset(lossy), places)
     told = reachable(graph.stores.values(), "report") if spec.collect_statistics else []
     sweeps: list[Sweep] = []
     fold_rows: dict[Value, int] = {}
@@ -315,4 +334,17 @@ def compile_step(
         saves_step=rule.saves_step,
         scalars=rule.scalars,
         group_columns=tuple((name, first_of_group + i) for i, name in enumerate(graph.of_group)),
+        stages=tuple(Staged(v.args[1], cut.stored_in(at[0]), *at) for v, at in places.items()),
     )
+
+
+def _workspaces(graph: Graph, formats: tuple[Format, ...], planes: list[Plane]) -> dict[Value, tuple[int, int]]:
+    """The places of what each stage reads and writes, which are put after the other `planes`."""
+    roots = [*graph.stores.values(), *graph.folds.values(), *graph.kept, *graph.of_group.values()]
+    stages = reachable(roots, "stage")
+    found = {}
+    for i, stage in enumerate(stages):
+        found[stage] = len(planes), len(planes) + 1
+        for format in formats[2 * i : 2 * i + 2] or (Plain(torch.float32),) * 2:
+            planes += format.planes("workspace")
+    return found

@@ -100,9 +100,9 @@ class Graph(NamedTuple):
     of_group: dict[str, Value]
 
 
-# what an update may take by keyword besides options: which update of the tensor this is, from 1 on, and how
-# many elements that has
-OF_TENSOR = ("step", "numel")
+# what an update may take by keyword besides options: which update of the tensor this is, from 1 on, how many
+# elements that has, and how many rows and columns its matrices
+OF_TENSOR = ("step", "numel", "rows", "columns")
 # what a GradScaler hands over; no option can have such names
 GRAD_SCALE, FOUND_INF = "grad scale", "found inf"
 

@@ -26,10 +26,14 @@ from torch import Tensor
 _MODULES = {"torch": "foreach", "cpu": "cpu", "triton": "triton"}
 NAMES = (*_MODULES,)
 
-# columns of a table's rows: NUMEL counts the elements that are here, WHOLE_NUMEL those of the whole tensor.
-# Random bits are drawn by a seed, the parameter's position in its optimizer, and the index of an element in the
-# whole tensor, of which this is the first. The addresses of all planes follow
-LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, WHOLE_NUMEL, SEED, POSITION, FIRST_INDEX, FIRST_POINTER = range(10)
+# columns of a table's rows: NUMEL counts the elements that are here, WHOLE_NUMEL those of the whole tensor,
+# whose matrices have so many ROWS and COLUMNS. Random bits are drawn by a seed, the parameter's position in its
+# optimizer, and the index of an element in the whole tensor, of which this is the first. The addresses of all
+# planes follow
+LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, WHOLE_NUMEL, ROWS, COLUMNS = range(8)
+SEED, POSITION, FIRST_INDEX, FIRST_POINTER = range(8, 12)
+# those that scalars may be made of, by the names that rules have for them
+SIZES = {"numel": WHOLE_NUMEL, "rows": ROWS, "columns": COLUMNS}
 # of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)

@@ -40,6 +40,8 @@ class Block:
         self.cells_changed = True
         # tensors of the live rows by plane, during a step of an engine that works on tensors
         self.tensors: list[list[Tensor]] = []
+        # what stages work on, of every row
+        self.workspaces: list[list[Tensor]] = []
         self._params = [row.param for row in rows]
         self._everything = [*range(len(rows))]
         self._numels, self._engine, self._states = numels, rows[0].engine, len(rows[0].program.state_planes)
@@ -129,7 +131,7 @@ class Block:
             columns = [[column[places[i]] for i in self.live] for column in columns]
         else:
             columns = [*map(self._of_live, columns)]
-        self.tensors = [columns[0], *self.tensors, *columns[1:]]
+        self.tensors = [columns[0], *self.tensors, *columns[1:], *map(self._of_live, self.workspaces)]
 
     def _switch(self, grads: list[Any]) -> bool:
         """Switch on the rows that have a gradient, and the others off; False if one of them has not started."""
@@ -317,6 +319,14 @@ class Bucket:
         self.cells[:, UNMASKED_NUMEL] = _unmasked(in_full_chunks, np.bitwise_or.reduce(addresses, axis=1))
         self.cells[:, FIRST_POINTER : FIRST_POINTER + addresses.shape[1]] = addresses
         self.note_upload(False)
+
+    def lend_workspaces(self, tensors: list[list[Tensor]]) -> None:
+        """Have rows work with these, which come after all other planes."""
+        first = FIRST_POINTER + len(self.program.planes) - len(tensors)
+        for k, column in enumerate(tensors if self.engine.BY_ADDRESS else ()):
+            self.cells[:, first + k] = [*map(Tensor.data_ptr, column)]
+        for i, block in zip(range(0, self.end_row - self.first_row, _BLOCK), self.blocks, strict=True):
+            block.workspaces = [column[i : i + _BLOCK] for column in tensors]
 
     def note_upload(self, done: bool) -> None:
         """Whether the cells are on the device as they are here."""

@@ -24,6 +24,7 @@ from . import group_scalars, shards
 from .bucket import Block
 from .options import COMMON, GroupOptions, TensorOption, read_again, read_group
 from .row import Memory, Row, Settings, check_sums, make_row, program_of
+from .stages import take_turns
 from .table import Table, make_tables, new_status, step
 
 _params = itemgetter("params")
@@ -83,6 +84,7 @@ class Plan:
             row.position = positions[id(row.param)]
         # of those without gradient nothing is known where every operation is watched
         rows = [row for row in rows if row.started or not self._watched]
+        take_turns(rows, self._settings.workspace_bytes)
         # a frozen parameter has no row, and gets one with its first gradient
         self._frozen = [p for p in params if p.grad is None and (self._watched or not p.requires_grad)]
         names = [*COMMON, *optimizer.scalar_options]
@@ -204,7 +206,7 @@ class Plan:
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
         made = make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
-        made.position = row.position
+        made.position, made.turn = row.position, row.turn
         return made
 
     def _find_states(self, state: dict[Tensor, dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _engines
-from .._algorithm.formats import Format, Plane
+from .._algorithm.formats import Format, Plain, Plane, compute_dtype
 from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, compile_step
 from .._algorithm.step import GRAD, PARAM
 from .._engines.foreach.placed import decode
@@ -48,6 +48,8 @@ class Settings(NamedTuple):
     norm_ranks: shards.Ranks | None = None
     # of random bits
     seed: int = 0
+    # for what stages work on, and allocate
+    workspace_bytes: int = 0
 
 
 class Memory(NamedTuple):
@@ -89,6 +91,8 @@ class Row:
     strides: tuple[int, ...] = ()
     # among the optimizer's parameters, and of the first element here in the whole tensor: for random bits
     position: int = 0
+    # which turn it takes in a workspace
+    turn: int = 0
     first_index: int = 0
     # states that are new or had to move, not yet part of `state`
     fresh: dict[str, Tensor] = field(default_factory=dict)
@@ -114,7 +118,7 @@ class Row:
     @property
     def table_key(self) -> tuple:
         """Rows with equal ones are in one table."""
-        return self.engine.NAME, str(self.device)
+        return self.engine.NAME, str(self.device), self.turn
 
     def fits_in_place_of(self, other: Row) -> bool:
         """Whether it can be stepped where the other is. Equal programs are one object."""
@@ -229,11 +233,13 @@ def make_row(
     param = found_master(p, state) or param_format(whole, storage, settings.owner)
     states = [there[name] or state_format(whole, rule, name, storage) for name in names]
     formats = (param, plain_format(g), *states)
+    formats += _stage_formats(whole, rule, formats)
     program = program_of(update, settings.spec, formats)
     kept = [state[plane.name] for plane in program.state_planes if plane.name in state]
     old = [local(t) for t in kept if isinstance(t, Tensor) and t.dtype.is_floating_point]
     engine = _engines.choose((p, g, *old), settings.engine)
-    strides = () if not engine.BY_ADDRESS else row_strides(p) if program.is_row_major else dense_strides(p)
+    by_rows = program.is_row_major or bool(program.stages)
+    strides = () if not engine.BY_ADDRESS else row_strides(p) if by_rows else dense_strides(p)
     # an average that comes in the middle of training does not start it over
     is_new = any(there[name] is None for name in names if name != EMA) or not {*rule.scalars} <= state.keys()
     # of one that keeps nothing, nobody knows
@@ -257,6 +263,11 @@ def make_row(
         if tensor is not local(saved):
             shape = None if plane.block == 1 else plane_shape(plane, whole, whole)
             fresh[plane.name] = shards.like(tensor, whole, shape)
+    for stage in rule.stages if started else ():
+        for name, shape in stage.states((*p.shape,)).items():
+            if not isinstance(state.get(name), Tensor):
+                made = torch.zeros(shape, dtype=torch.float32, device=p.device)
+                fresh[name] = shards.like(made, whole, [*stage.states((*whole.shape,))[name]])
     row = Row(
         param=whole,
         group=group,
@@ -277,6 +288,16 @@ def make_row(
     if engine.BY_ADDRESS and started:
         row.param_copy, row.grad_copy = _stand_in(p, strides), _stand_in(g, strides)
     return row
+
+
+def _stage_formats(p: Tensor, rule: Rule, formats: tuple[Format, ...]) -> tuple[Format, ...]:
+    """How that is stored which stages read and write; raises where one cannot work on the parameter."""
+    found: list[Format] = []
+    for stage in rule.stages:
+        stage.matrix((*p.shape,))
+        compute = compute_dtype(tuple(plane for format in formats for plane in format.planes("")))
+        found += map(Plain, stage.dtypes(p.device, compute))
+    return tuple(found)
 
 
 def check_sums(p: Tensor, rule: Rule, settings: Settings) -> None:

@@ -11,7 +11,7 @@ every tensor. Groups do not split buckets: options are columns of a table with o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +22,13 @@ from torch.optim.optimizer import _get_scalar_dtype
 from .._algorithm.program import Program, Scalars
 from .._engines import (
     CLIP_ID,
+    COLUMNS,
     FIRST_INDEX,
     FIRST_POINTER,
     FOUND,
     GROUP,
     POSITION,
+    ROWS,
     SEED,
     WHOLE_NUMEL,
     Amp,
@@ -39,7 +41,9 @@ from . import shards
 from .bucket import Block, Bucket
 from .counts import Counts
 from .layout import overlaps_itself
+from .replay import Replays
 from .row import Row, Settings
+from .stages import Stages, needed_memory
 from .transfer import from_host, upload
 
 
@@ -70,6 +74,7 @@ class Table:
     """Step counts, options, scalars, sums and addresses of what one engine steps on one device."""
 
     executable: Executable
+    stages: Stages | None = None
 
     def __init__(
         self,
@@ -90,7 +95,9 @@ class Table:
             at: (numbers[scalars[at]], _stored(program), i) for i, (at, program) in enumerate(programs.items())
         }
         keys = {id(row): order_of[id(row.program)] for row in rows}
-        order = sorted(range(len(rows)), key=lambda i: keys[id(rows[i])])
+        # what stages work on together, together
+        shapes = {id(row): (*row.param.shape,) if row.program.stages else () for row in rows}
+        order = sorted(range(len(rows)), key=lambda i: (keys[id(rows[i])], shapes[id(rows[i])]))
         ordered = [rows[i] for i in order]
         params, places = [row.param for row in rows], np.argsort(order).tolist()
         self.reduce_groups = shards.reduce_groups(params, places, self.device)
@@ -99,6 +106,7 @@ class Table:
         self.host_cells = np.zeros((len(rows), width), np.int64)
         self.host_cells[:, GROUP] = [row.group for row in ordered]
         self.host_cells[:, WHOLE_NUMEL] = [row.param.numel() * (1 + row.param.is_complex()) for row in ordered]
+        self.host_cells[:, ROWS : COLUMNS + 1] = [*map(_matrix, ordered)]
         self.host_cells[:, SEED] = settings.seed
         self.host_cells[:, POSITION] = [row.position for row in ordered]
         self.host_cells[:, FIRST_INDEX] = [row.first_index for row in ordered]
@@ -255,6 +263,8 @@ class Table:
         self.executable.sweep(k, skips)
         for reduction in self.reductions[k]:
             shards.all_reduce_rows_(*reduction)
+        if self.stages is not None:
+            self.stages.run(k)
 
     def _upload_cells(self) -> None:
         captures = is_capturing()
@@ -313,9 +323,31 @@ def make_tables(rows: list[Row], options: np.ndarray, names: Sequence[str], sett
         for table in tables:
             shared = table.sums.new_zeros(len(table.sums), len(clip_ids))
             table.shared = shared, from_host(clip_ids, table.device)
+    for memory in _workspaces(tables):
+        replays = Replays(memory.device)
+        for table in (table for table in tables if table.device == memory.device):
+            table.stages = Stages(table.buckets, memory, replays, settings.workspace_bytes)
     for table in tables:
         table.executable = table.engine.bind(table)
     return tables
+
+
+def _matrix(row: Row) -> tuple[int, int]:
+    """Rows and columns of what a row consists of."""
+    for staged in row.program.stages:
+        return staged.stage.matrix((*row.param.shape,))
+    rows = row.param.shape[0] if row.param.dim() else 1
+    return rows, row.param.numel() // max(1, rows)
+
+
+def _workspaces(tables: list[Table]) -> Iterator[Tensor]:
+    """On every device one that is large enough for each of its tables, which take turns."""
+    sizes: dict[torch.device, int] = {}
+    for table in tables:
+        sizes[table.device] = max(sizes.get(table.device, 0), needed_memory(table.buckets))
+    for device, size in sizes.items():
+        if size:
+            yield torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def step(
@@ -350,10 +382,17 @@ def step(
             shared = table.shared[0][: len(settings.spec.shared_kinds)]
             torch.cat([to_device(t, table.device) for t in measured], 1, out=shared)
         _tell_each_other(tables, 0)
-    for k in range(int(settings.spec.measures_first), max((t.sweep_count for t in tables), default=0)):
+    sweeps = range(int(settings.spec.measures_first), max((t.sweep_count for t in tables), default=0))
+    if any(chain.from_iterable(table.summed_over_all for table in tables)):
+        for k in sweeps:
+            for table, there in zip(tables, amps, strict=True):
+                table.update(k, there)
+            _tell_each_other(tables, k)
+    else:
+        # one after the other: some take turns in a workspace
         for table, there in zip(tables, amps, strict=True):
-            table.update(k, there)
-        _tell_each_other(tables, k)
+            for k in sweeps:
+                table.update(k, there)
     for table in tables:
         table.end()
     if tables or not ranks_of_norm:

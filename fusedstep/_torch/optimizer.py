@@ -38,6 +38,9 @@ from .storing import Storing
 class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
     """Base of all optimizers here; a subclass declares its arguments and its rules."""
 
+    # on every device, for stages of rules: what they work on, and what they allocate
+    workspace_bytes = 2 << 30
+
     def _setup(self, params: Any, **defaults: Any) -> None:
         """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
         cls = type(self)
@@ -109,6 +112,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
             clip_scope=self.clip_scope,
             norm_ranks=None if self.norm_group is None else ranks_of(self.norm_group),
             seed=self.seed,
+            workspace_bytes=self.workspace_bytes,
         )
 
     @staticmethod

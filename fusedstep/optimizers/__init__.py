@@ -1,6 +1,6 @@
 """Drop-ins for torch.optim's element-wise optimizers, and those that people pick besides.
 
-    SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD
+    SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD, Muon
                    torch.optim's signatures, options, states and results
     BertAdam, Lamb, LARS, NovoGrad, Lion, AdEMAMix, ADOPT, StableAdamW, Adan, ScheduleFreeAdamW,
     ScheduleFreeSGD, Prodigy
@@ -50,6 +50,7 @@ from .bert_adam import BertAdam
 from .lamb import Lamb
 from .lars import LARS
 from .lion import Lion
+from .muon import Muon
 from .nadam import NAdam
 from .novograd import NovoGrad
 from .prodigy import Prodigy
@@ -75,6 +76,7 @@ __all__ = [
     "BertAdam",
     "Lamb",
     "Lion",
+    "Muon",
     "NAdam",
     "NovoGrad",
     "Prodigy",

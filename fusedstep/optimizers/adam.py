@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..rules import Optimizer, Rule, extra, fixed, keyword, maximum, pair, rule, where
 from .checks import as_scalar, check_adam, check_tensors_allowed
-from .parts import MOMENTS, cautious, decayed, descended, moments
+from .parts import MOMENTS, adamw_step, cautious, decayed, descended, moments
 
 _MAXIMA = {**MOMENTS, "w": "max_exp_avg_sq"}
 
@@ -21,9 +21,8 @@ def adam(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay):
 
 @rule(states=MOMENTS, nonnegative=("v",))
 def adamw(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, corrected_decay, peak_lr):
-    m, v = moments(g, m, v, beta1, beta2)
-    p = (1 - corrected(lr, corrected_decay, peak_lr) * weight_decay) * p
-    return descended(p, m, v, step, lr, beta1, beta2, eps), m, v
+    decay = corrected(lr, corrected_decay, peak_lr) * weight_decay
+    return adamw_step(p, g, m, v, decay, step, lr, beta1, beta2, eps)
 
 
 @rule(states=_MAXIMA, nonnegative=("v", "w"))

@@ -40,6 +40,12 @@ def descended(p, m, v, step, lr, beta1, beta2, eps):
     return fma(-step_size, m / fma(inv_sqrt_bias2, sqrt(v), eps), p)
 
 
+def adamw_step(p, g, m, v, decay, step, lr, beta1, beta2, eps):
+    """AdamW, by how much it decays the parameter."""
+    m, v = moments(g, m, v, beta1, beta2)
+    return descended((1 - decay) * p, m, v, step, lr, beta1, beta2, eps), m, v
+
+
 def cautious(u, g, numel):
     """An update without what goes against the gradient, and larger for that.
 

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from ..._algorithm.formats import Plane, compute_dtype
 from ..._algorithm.program import Scalars, Sweep
-from .. import CLIP_ID, FIRST_INDEX, FIRST_POINTER, GROUP, LIVE, NUMEL, POSITION, SEED, WHOLE_NUMEL
+from .. import CLIP_ID, FIRST_INDEX, FIRST_POINTER, GROUP, LIVE, NUMEL, POSITION, SEED, SIZES
 from . import build
 from . import planes as stored
 from .build import F32, F64, FLOATS, I32, I64, LANES, Compiled
@@ -107,8 +107,8 @@ def compile_prepare(
                 values.append(widened(job.load("options", number, group, next(columns))))
             elif kind == "kept":
                 values.append(widened(job.load("kept", count_type, I64(which), t)))
-            elif kind == "numel":
-                values.append(b.sitofp(job.load("rows", I64, t, WHOLE_NUMEL), F64))
+            elif kind in SIZES:
+                values.append(b.sitofp(job.load("rows", I64, t, SIZES[kind]), F64))
             elif kind == "fold":
                 values.append(widened(job.load("sums", number, I64(which), t)))
             elif kind == "clip_total":

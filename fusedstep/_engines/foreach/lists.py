@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Scalars, Sweep
-from .. import GROUP, is_traced
+from .. import GROUP, SIZES, is_traced
 from .scalars import Run
 from .words import COMPARISONS
 
@@ -107,7 +107,7 @@ class Columns:
 @functools.cache
 def _varying(scalars: Scalars) -> frozenset[int]:
     """The columns that may differ between rows of a group with the same step count."""
-    values = [kind in ("fold", "clip_total", "kept", "numel") for kind, _ in scalars.inputs]
+    values = [kind in ("fold", "clip_total", "kept", *SIZES) for kind, _ in scalars.inputs]
     for _, args in scalars.code:
         values.append(any(values[arg] for arg in args if not isinstance(arg, float)))
     numbers = enumerate(scalars.columns, scalars.first_column)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Scalars
-from .. import GROUP, LIVE, WHOLE_NUMEL, Amp, clip_totals
+from .. import GROUP, LIVE, SIZES, Amp, clip_totals
 from .words import on_numbers, on_tensors
 
 
@@ -56,8 +56,8 @@ def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
             return None if known.sums is None and np.isnan(found).any() else found
         if kind == "step":
             return None if known.steps is None else known.steps[run.rows]
-        if kind == "numel":
-            return table.host_cells[run.rows, WHOLE_NUMEL].astype(np.float64)
+        if kind in SIZES:
+            return table.host_cells[run.rows, SIZES[kind]].astype(np.float64)
         if kind == "kept":
             return None if known.kept is None else known.kept[which, run.rows]
         if kind in ("scale", "found_inf"):
@@ -160,8 +160,8 @@ class OnDevice:
             return self._options[:, table.option_columns[which]]
         if kind == "step":
             return (table.steps[rows] + 1 if self._counts else table.steps[rows]).to(self._exact)
-        if kind == "numel":
-            return table.cells[rows, WHOLE_NUMEL].to(self._exact)
+        if kind in SIZES:
+            return table.cells[rows, SIZES[kind]].to(self._exact)
         if kind == "kept":
             # a copy: it is written before all that is made of it is read
             return table.kept[which, rows].to(self._exact, copy=True)

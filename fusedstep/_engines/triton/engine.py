@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..._algorithm.formats import Plane
 from ..._algorithm.program import Program, Scalars
-from .. import Amp, chunk_starts, chunks, is_capturing
+from .. import SIZES, Amp, chunk_starts, chunks, is_capturing
 from .prepare import INPUTS, fusedstep_prepare
 from .source import draws_of, scalars_function, sweep_function
 from .sums import fusedstep_reduce
@@ -129,6 +129,8 @@ def _prepare(table: Any, run: tuple[Scalars, int, int], tells: bool) -> _Launch:
     scalars, first, end = run
 
     def source(kind: str, which: Any) -> tuple[int, ...]:
+        if kind in SIZES:
+            return INPUTS.index("size"), SIZES[kind], 0
         is_max = kind == "clip_total" and table.shared_kinds[which] == "max"
         place = table.option_columns[which] if kind == "option" else which
         return INPUTS.index(kind), place if isinstance(place, int) else 0, int(is_max)

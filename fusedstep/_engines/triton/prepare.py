@@ -5,15 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import CLIP_ID, FOUND, GROUP, LIVE, SCALE, SKIP, SKIPPED, WHOLE_NUMEL
+from .. import CLIP_ID, FOUND, GROUP, LIVE, SCALE, SKIP, SKIPPED
 from .sums import folded, joined
 
-_LIVE, _GROUP, _CLIP_ID, _WHOLE_NUMEL = map(tl.constexpr, (LIVE, GROUP, CLIP_ID, WHOLE_NUMEL))
+_LIVE, _GROUP, _CLIP_ID = map(tl.constexpr, (LIVE, GROUP, CLIP_ID))
 _SKIP, _SCALE, _SKIPPED, _FOUND = map(tl.constexpr, (SKIP, SCALE, SKIPPED, FOUND))
 
 # what scalars are computed from
-INPUTS = ("step", "scale", "found_inf", "option", "kept", "numel", "fold", "clip_total", "all_total")
-_STEP, _SCALE_INPUT, _FOUND_INF, _OPTION, _KEPT, _NUMEL, _FOLD, _CLIP_TOTAL, _ALL_TOTAL = map(
+INPUTS = ("step", "scale", "found_inf", "option", "kept", "size", "fold", "clip_total", "all_total")
+_STEP, _SCALE_INPUT, _FOUND_INF, _OPTION, _KEPT, _SIZE, _FOLD, _CLIP_TOTAL, _ALL_TOTAL = map(
     tl.constexpr, range(len(INPUTS))
 )
 
@@ -90,8 +90,8 @@ def fusedstep_prepare(
         elif _part(SOURCES, k, 0) == _KEPT:
             found = tl.load(kept + _part(SOURCES, k, 1) * rows + t, here, other=0)
             inputs = inputs + (found.to(zero.dtype),)
-        elif _part(SOURCES, k, 0) == _NUMEL:
-            inputs = inputs + (tl.load(row + _WHOLE_NUMEL, here, other=1).to(zero.dtype),)
+        elif _part(SOURCES, k, 0) == _SIZE:
+            inputs = inputs + (tl.load(row + _part(SOURCES, k, 1), here, other=1).to(zero.dtype),)
         elif _part(SOURCES, k, 0) == _FOLD:
             inputs = inputs + (tl.load(sums + _part(SOURCES, k, 1) * rows + t, here, other=0),)
         elif _part(SOURCES, k, 0) == _CLIP_TOTAL:

@@ -1,0 +1,184 @@
+"""Muon."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..rules import (
+    NewtonSchulz,
+    Optimizer,
+    Rule,
+    extra,
+    fma,
+    for_all,
+    maximum,
+    mix,
+    named_coefficients,
+    pair,
+    rule,
+    sqrt,
+    staged,
+    where,
+)
+from .checks import check_betas, is_tuple_of
+from .parts import MOMENTS, adamw_step
+
+# how much larger the rate is for a matrix of so many rows and columns
+_ADJUSTMENTS = {
+    "original": lambda rows, columns: sqrt(maximum(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(maximum(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: sqrt(rows / columns),
+}
+
+
+@functools.cache
+def muon(stage: NewtonSchulz, nesterov: bool, adjust: str, cautious_decay: bool) -> Rule:
+    """The rule of a group with these options."""
+
+    @rule(states={"m": "momentum_buffer"})
+    def muon(p, g, m, *, rows, columns, lr, momentum, weight_decay):
+        m = mix(m, g, momentum)
+        o = staged(mix(m, g, momentum) if nesterov else m, stage)
+        decay = where(o * p >= 0, lr * weight_decay, 0.0) if cautious_decay else lr * weight_decay
+        return fma(-lr * _ADJUSTMENTS[adjust](rows, columns), o, (1 - decay) * p), m
+
+    return muon
+
+
+@rule(states=MOMENTS, nonnegative=("v",))
+def adamw_beside(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay):
+    return adamw_step(p, g, m, v, lr * weight_decay, step, lr, beta1, beta2, eps)
+
+
+class Muon(Optimizer):
+    r"""Momentum, orthogonalised; a drop-in for `torch.optim.Muon`.
+
+    .. math::
+        m &\leftarrow \mu m + (1 - \mu) g \\
+        u &\leftarrow \mu m + (1 - \mu) g \quad \text{if nesterov, else } m \\
+        O &\leftarrow U V^\top \text{ of } u = U S V^\top, \text{ approximately} \\
+        p &\leftarrow (1 - \gamma \lambda) p - \gamma\, r(\text{rows}, \text{columns})\, O
+
+    For the matrices of hidden layers. Other parameters take AdamW, in groups with `use_muon=False`;
+    `fusedstep.muon_groups` makes the groups of a model.
+
+    Args:
+        params: parameters, named parameters or groups of them
+        lr: learning rate :math:`\gamma`, a number or a one-element tensor
+        weight_decay: :math:`\lambda`
+        momentum: :math:`\mu`
+        nesterov: look ahead by one step
+        ns_coefficients: of the iterations that orthogonalise: three numbers, three for each iteration, or
+            "keller" or "polar_express"
+        eps: the least that a matrix is divided by, instead of its norm; of groups with `use_muon=False`, Adam's
+        ns_steps: how many iterations
+        adjust_lr_fn: :math:`r`: "original", the root of rows / columns but at least 1; "match_rms_adamw", 0.2
+            times the root of the larger of both, for rates that AdamW was tuned with; "spectral_unclamped", the
+            root of rows / columns. None: "original"
+        flatten: whether all dimensions but the first are columns, as of a convolution, or tensors are batches
+            of matrices. None: batches, and more than three dimensions raise
+        num_heads: orthogonalise so many blocks of rows each by itself, as of a projection of several heads
+        split_sizes: the same for blocks of so many rows each, as of queries, keys and values in one projection
+        normalize_rows: divide each row by the root of its mean square, of which so much is kept from step to
+            step, 0.95 for example (Li et al., NorMuon, 2025). None: do not
+        cautious_decay: decay only what the update does not make larger
+        use_muon: False in groups that AdamW steps, with `betas`
+        workspace_bytes: memory for orthogonalising, on every device
+        maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
+
+    >>> import torch, fusedstep
+    >>> p = torch.nn.Parameter(torch.eye(2))
+    >>> optimizer = fusedstep.Muon([p], lr=0.1, weight_decay=0.0, ns_coefficients="polar_express", ns_steps=8)
+    >>> (3 * p[0, 0] - p[1, 1]).backward()
+    >>> optimizer.step()
+    >>> p.data
+    tensor([[0.9000, 0.0000],
+            [0.0000, 1.1000]])
+
+    Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable
+    for LLM Training, 2025.
+    """
+
+    lr: float | Tensor = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: Any = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str | None = None
+    betas: tuple[float | Tensor, float | Tensor] = pair("beta1", "beta2", (0.9, 0.95), kw_only=True)
+    flatten: bool | None = extra(default=None, kw_only=True)
+    num_heads: int | None = extra(default=None, kw_only=True)
+    split_sizes: tuple[int, ...] | None = extra(default=None, kw_only=True)
+    normalize_rows: float | None = extra(default=None, kw_only=True)
+    cautious_decay: bool = extra(default=False, kw_only=True)
+    use_muon: bool = extra(default=True, kw_only=True)
+    workspace_bytes: int = for_all(default=2 << 30, kw_only=True)
+
+    rules: ClassVar = (muon(NewtonSchulz(), True, "original", False), adamw_beside)
+
+    def check_arguments(self, arguments: dict[str, Any]) -> None:
+        lr, adjust = arguments["lr"], arguments["adjust_lr_fn"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+        if not arguments["momentum"] >= 0.0:
+            raise ValueError(f"momentum should be >= 0 but is: {arguments['momentum']}")
+        if not arguments["weight_decay"] >= 0.0:
+            raise ValueError(f"weight decay should be >= 0 but is: {arguments['weight_decay']}")
+        if adjust is not None and adjust not in _ADJUSTMENTS:
+            raise ValueError(f"Adjust learning rate function {adjust} is not supported")
+
+    def check(self, options: dict[str, Any]) -> None:
+        check_betas(options["betas"])
+        self.rule_of(options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"] if self.option(group, "use_muon") else ():
+            dims = 3 if self.option(group, "flatten") is None else 9
+            if not 2 <= p.dim() <= dims:
+                # as torch says it, and what to do
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}; "
+                    "give vectors to a group with use_muon=False, convolutions to one with flatten=True"
+                )
+
+    def rule_of(self, group: dict[str, Any]) -> Rule:
+        if not self.option(group, "use_muon"):
+            return adamw_beside
+        stage = NewtonSchulz(
+            coefficients=_coefficients(group["ns_coefficients"], group["ns_steps"]),
+            eps=float(group["eps"]),
+            flatten=bool(self.option(group, "flatten")),
+            heads=self.option(group, "num_heads") or 1,
+            sections=tuple(self.option(group, "split_sizes") or ()),
+            row_decay=self.option(group, "normalize_rows"),
+        )
+        adjust = group["adjust_lr_fn"] or "original"
+        return muon(stage, bool(group["nesterov"]), adjust, bool(self.option(group, "cautious_decay")))
+
+
+def _coefficients(given: Any, steps: int) -> tuple[tuple[float, float, float], ...]:
+    """Three for each of so many iterations."""
+    if not 0 < steps < 100:
+        raise ValueError(
+            f"Number of steps must be less than 100 for computational efficiency, and found {steps}"
+        )
+    if isinstance(given, str):
+        return named_coefficients(given, steps)
+    if is_tuple_of(3, given) and not any(is_tuple_of(3, each) for each in given):
+        return (tuple(map(float, given)),) * steps  # type: ignore[return-value]
+    if is_tuple_of(steps, given) and all(is_tuple_of(3, each) for each in given):
+        return tuple(tuple(map(float, each)) for each in given)  # type: ignore[misc]
+    raise ValueError(
+        f"Invalid ns_coefficients: {given!r}; use three numbers, {steps} times three, 'keller' or "
+        "'polar_express'"
+    )
