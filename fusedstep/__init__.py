@@ -10,9 +10,10 @@
 from . import functional, optimizers
 from .amp import GradScaler
 from .checking import check_rule
+from .muon_groups import muon_groups
 from .optimizers import *  # noqa: F403  (its __all__ is ours)
 from .registry import by_name
 from .rules import Optimizer
 
-__all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", *optimizers.__all__]
+__all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", "muon_groups", *optimizers.__all__]
 __version__ = "0.1.0"

@@ -39,6 +39,10 @@ class Stage:
             )
         return shape[-2], shape[-1]
 
+    def joins_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor that is cut along dimension 0 must be put together for it."""
+        return len(shape) == 2
+
     def flops(self, shape: tuple[int, ...]) -> float:
         """How much work a tensor of this shape is, for dividing it among ranks."""
         return float(math.prod(shape))

@@ -50,6 +50,8 @@ class Settings(NamedTuple):
     seed: int = 0
     # for what stages work on, and allocate
     workspace_bytes: int = 0
+    # that have the same parameters, and divide what stages do
+    replicas: shards.Ranks | None = None
 
 
 class Memory(NamedTuple):
@@ -264,6 +266,11 @@ def make_row(
             shape = None if plane.block == 1 else plane_shape(plane, whole, whole)
             fresh[plane.name] = shards.like(tensor, whole, shape)
     for stage in rule.stages if started else ():
+        if stage.states((*whole.shape,)) and not shards.has_whole_rows(whole):
+            raise RuntimeError(
+                f"{settings.owner} found a parameter sharded as {whole.placements}, and normalises rows, which "  # type: ignore[attr-defined]
+                "must be whole; shard along dimension 0, or use normalize_rows=None"
+            )
         for name, shape in stage.states((*p.shape,)).items():
             if not isinstance(state.get(name), Tensor):
                 made = torch.zeros(shape, dtype=torch.float32, device=p.device)

@@ -173,6 +173,54 @@ class Ranks(NamedTuple):
     device: torch.device
 
 
+class Division(NamedTuple):
+    """Ranks among which the rows of a tensor are divided, and how many rows each of them has."""
+
+    ranks: Ranks
+    counts: tuple[int, ...]
+
+
+def division_of(p: Any) -> Division | None:
+    """How the rows of a parameter are divided; None if they are not, or if it is cut in other ways."""
+    placements = p.placements if is_distributed(p) and _is_member(p) else ()
+    cuts = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    from_shard = "torch.distributed.tensor" in sys.modules and sys.modules["torch.distributed.tensor"].Shard
+    if len(cuts) != 1 or type(placements[cuts[0]]) is not from_shard or placements[cuts[0]].dim != 0:
+        return None
+    # as torch.chunk cuts
+    size = p.device_mesh.size(cuts[0])
+    each = -(-p.shape[0] // size)
+    counts = (min(each, max(0, p.shape[0] - each * rank)) for rank in range(size))
+    return Division(_ranks(p, cuts[0]), tuple(counts))
+
+
+def largest_part(p: Any) -> int:
+    """Elements of the largest part that a rank has; the same on all of them."""
+    division = division_of(p)
+    if division is None:
+        return p.numel()
+    return max(division.counts) * (p.numel() // max(1, p.shape[0]))
+
+
+def way_of(p: Any) -> Any:
+    """A value that is equal for tensors that are distributed alike."""
+    return (p.device_mesh, p.placements) if is_distributed(p) else None
+
+
+def whole_of(part: Tensor, p: Any) -> Tensor:
+    """The tensor that is distributed as `p` is, and of which `part` is here: a collective call."""
+    return like(part, p).full_tensor()  # type: ignore[attr-defined]
+
+
+def part_of(whole: Tensor, p: Any) -> Tensor:
+    """The part of it that is here where a tensor, which every rank has, is distributed as `p` is."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * p.device_mesh.ndim
+    copies = DTensor.from_local(whole, p.device_mesh, everywhere, run_check=False)
+    return local(copies.redistribute(placements=p.placements))
+
+
 class ReduceGroup(NamedTuple):
     """Ranks that hold parts of the same tensors, and which rows of a table those are."""
 
@@ -273,6 +321,13 @@ def reduce_to_column(sums: Sequence[Tensor], kinds: tuple[str, ...], ranks: Rank
     ours = torch.cat([like.new_zeros(len(kinds), 1), *(t.to(like.device) for t in sums)], 1)
     folded = torch.stack([_FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)]).unsqueeze(1)
     return _reduced(folded, kinds, ranks)
+
+
+def add_up(sums: Tensor, ranks: Ranks) -> None:
+    """Over all ranks, in place."""
+    reduced = _reduced(sums, ("sum",), ranks) if sums.device.type == ranks.device.type else None
+    if reduced is None:
+        sums.copy_(to_device(_reduced(sums, ("sum",), ranks), sums.device))
 
 
 def any_rank_found_inf(found_inf: Tensor, groups: Sequence[Ranks]) -> Tensor:

@@ -8,16 +8,20 @@ its own, which takes all of its sweeps before the next one begins, in the same m
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._algorithm.program import Staged
 from . import shards
 from .bucket import Bucket
+from .exchange import Exchange, Shares, divide
 from .replay import Replays
-from .row import Row
+from .row import Row, Settings
 
 # where every stack begins, in bytes
 _ALIGNMENT = 512
@@ -38,7 +42,7 @@ def take_turns(rows: Sequence[Row], workspace_bytes: int) -> None:
 def _sizes(stages: Sequence[Staged], rows: list[Row]) -> Iterator[int]:
     """Bytes that each stage needs for the tensors of these rows."""
     for staged in stages:
-        size = sum(shards.local(row.param).numel() for row in rows)
+        size = sum(shards.largest_part(row.param) for row in rows)
         size *= rows[0].program.planes[staged.source].dtype.itemsize
         yield -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -46,7 +50,7 @@ def _sizes(stages: Sequence[Staged], rows: list[Row]) -> Iterator[int]:
 def _alike(bucket: Bucket) -> Iterator[tuple[int, list[Row]]]:
     """Rows of one shape that follow each other, and the place of the first of them in its bucket."""
     first = 0
-    for _, same in groupby(bucket.rows, key=lambda row: (row.param.shape, shards.local(row.param).shape)):
+    for _, same in groupby(bucket.rows, key=lambda row: (row.param.shape, shards.way_of(row.param))):
         rows = [*same]
         yield first, rows
         first += len(rows)
@@ -62,32 +66,94 @@ class Stack:
 
     def __init__(self, staged: Staged, rows: list[Row], first: int, memory: Tensor) -> None:
         """Of consecutive rows of a bucket, beginning with its row `first`; the memory has room for more."""
-        self.after, self._stage, self._first = staged.after, staged.stage, first
-        shape = len(rows), *shards.local(rows[0].param).shape
-        numel = len(rows) * shards.local(rows[0].param).numel()
+        self.after, self.stage, self._first, self._like = staged.after, staged.stage, first, rows[0].param
+        shape = len(rows), *shards.local(self._like).shape
         dtypes = (rows[0].program.planes[place].dtype for place in (staged.source, staged.target))
-        self.source, self.target = (memory.view(dtype)[:numel].view(shape) for dtype in dtypes)
+        self.source, self.target = (memory.view(dtype)[: math.prod(shape)].view(shape) for dtype in dtypes)
+        joins_rows = self.stage.joins_rows((*self._like.shape,))
+        division = shards.division_of(self._like)
+        self._division = division if joins_rows else None
+        # cut otherwise than into rows: every rank puts all of it together
+        self._is_gathered = shards.is_cut(self._like) and division is None
+        self._taken: list[int] = []
+        self._parts: list[slice] = []
+        self._exchanges: list[Exchange] = []
 
-    def run(self, bucket: Bucket, replays: Replays, workspace_bytes: int) -> None:
-        """Work on those rows of their bucket that have a gradient."""
-        mine = [i - self._first for i in bucket.live if 0 <= i - self._first < len(self.source)]
-        rows = bucket.rows
+    def share(self, shares: Shares, replicas: shards.Ranks | None) -> None:
+        """Decide who works on which tensors, where several ranks could."""
+        self._replicas = None if shards.is_distributed(self._like) else replicas
+        ranks = self._replicas if self._division is None else self._division.ranks
+        if ranks is not None:
+            work = self.stage.flops((*self._like.shape,))
+            self._taken = shares.of(ranks, len(self.source), work)
+
+    def _shares(self, ranks: shards.Ranks, part: slice) -> list[int]:
+        count = part.stop - part.start
+        return self._taken if count == len(self.source) else Shares().of(ranks, count, 1.0)
+
+    def begin(self, bucket: Bucket) -> None:
+        """Find the rows of the bucket that have a gradient, and send what others work on."""
+        live = [i - self._first for i in bucket.live if 0 <= i - self._first < len(self.source)]
         # slices instead of an index, which would have to be brought to the device
-        for _, run in groupby(enumerate(mine), key=lambda at: at[1] - at[0]):
-            places = [i for _, i in run]
-            part = slice(places[0], places[-1] + 1)
-            work = functools.partial(self._stage.run, self.source[part], self.target[part], workspace_bytes)
-            replays.run((self, part.start, part.stop), work)
-            self._stage.finish(self.target[part], [rows[self._first + i].state for i in places], None)
+        runs = (run for _, run in groupby(enumerate(live), key=lambda at: at[1] - at[0]))
+        places = ([i for _, i in run] for run in runs)
+        self._parts = [slice(run[0], run[-1] + 1) for run in places]
+        if self._division is not None:
+            self._exchanges = [
+                Exchange(
+                    self._division,
+                    self._shares(self._division.ranks, part),
+                    self.source[part],
+                    self.target[part],
+                )
+                for part in self._parts
+            ]
+
+    def work(self, replays: Replays, workspace_bytes: int) -> None:
+        run = functools.partial(self.stage.run, workspace_bytes=workspace_bytes)
+        for exchange in self._exchanges:
+            exchange.work(run, self.target.dtype)
+        for part in () if self._exchanges else self._parts:
+            source, target = self.source[part], self.target[part]
+            if self._replicas is not None:
+                divide(self._replicas, self._shares(self._replicas, part), run, source, target)
+            elif self._is_gathered:
+                self._gather(run, source, target)
+            else:
+                replays.run((self, part.start, part.stop), functools.partial(run, source, target))
+
+    def _gather(self, run: Callable, source: Tensor, target: Tensor) -> None:
+        whole = torch.stack([shards.whole_of(part, self._like) for part in source])
+        made = whole.view(target.dtype)
+        run(whole, made)
+        for part, each in zip(target, made, strict=True):
+            part.copy_(shards.part_of(each, self._like))
+
+    def end(self, bucket: Bucket) -> None:
+        """Wait for what others have worked on, and do the rest."""
+        for exchange in self._exchanges:
+            exchange.wait()
+        self._exchanges, rows = [], bucket.rows
+        for part in self._parts:
+            states = [self._states(rows[self._first + i].state) for i in range(part.start, part.stop)]
+            self.stage.finish(self.target[part], states, self._add_up if self._division else None)
+
+    def _states(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """The parts that are here of what the stage keeps for a tensor."""
+        return {name: shards.local(state[name]) for name in self.stage.states((*self._like.shape,))}
+
+    def _add_up(self, sums: Tensor) -> None:
+        assert self._division is not None
+        shards.add_up(sums, self._division.ranks)
 
 
 class Stages:
     """What the stages of a table work on, and what comes after each sweep."""
 
-    def __init__(self, buckets: list[Bucket], memory: Tensor, replays: Replays, workspace_bytes: int) -> None:
+    def __init__(self, buckets: list[Bucket], memory: Tensor, replays: Replays, settings: Settings) -> None:
         """The memory, and what is replayed there, may be those of others, too, which take other turns."""
         self._stacks: list[tuple[Bucket, Stack]] = []
-        self._replays = replays
+        self._replays, shares, workspace_bytes = replays, Shares(), settings.workspace_bytes
         self._left = max(0, workspace_bytes - len(memory))
         begin = 0
         for bucket in (bucket for bucket in buckets if bucket.program.stages):
@@ -96,6 +162,7 @@ class Stages:
                 sizes = _sizes(bucket.program.stages, rows)
                 for i, (staged, size) in enumerate(zip(bucket.program.stages, sizes, strict=True)):
                     stack = Stack(staged, rows, first, memory[begin : begin + size])
+                    stack.share(shares, settings.replicas)
                     self._stacks.append((bucket, stack))
                     workspaces[2 * i] += stack.source
                     workspaces[2 * i + 1] += stack.target
@@ -104,6 +171,10 @@ class Stages:
 
     def run(self, k: int) -> None:
         """What comes after sweep `k`."""
-        for bucket, stack in self._stacks:
-            if stack.after == k:
-                stack.run(bucket, self._replays, self._left)
+        stacks = [(bucket, stack) for bucket, stack in self._stacks if stack.after == k]
+        for bucket, stack in stacks:
+            stack.begin(bucket)
+        for _, stack in stacks:
+            stack.work(self._replays, self._left)
+        for bucket, stack in stacks:
+            stack.end(bucket)

@@ -326,7 +326,7 @@ def make_tables(rows: list[Row], options: np.ndarray, names: Sequence[str], sett
     for memory in _workspaces(tables):
         replays = Replays(memory.device)
         for table in (table for table in tables if table.device == memory.device):
-            table.stages = Stages(table.buckets, memory, replays, settings.workspace_bytes)
+            table.stages = Stages(table.buckets, memory, replays, settings)
     for table in tables:
         table.executable = table.engine.bind(table)
     return tables

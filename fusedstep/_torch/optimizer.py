@@ -40,6 +40,8 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
 
     # on every device, for stages of rules: what they work on, and what they allocate
     workspace_bytes = 2 << 30
+    # a process group of ranks that have the same parameters, as with DDP, and divide what stages do
+    divide_among = None
 
     def _setup(self, params: Any, **defaults: Any) -> None:
         """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
@@ -113,6 +115,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
             norm_ranks=None if self.norm_group is None else ranks_of(self.norm_group),
             seed=self.seed,
             workspace_bytes=self.workspace_bytes,
+            replicas=None if self.divide_among is None else ranks_of(self.divide_among),
         )
 
     @staticmethod

@@ -87,6 +87,9 @@ class Muon(Optimizer):
         cautious_decay: decay only what the update does not make larger
         use_muon: False in groups that AdamW steps, with `betas`
         workspace_bytes: memory for orthogonalising, on every device
+        divide_among: a process group of ranks that have the same parameters and gradients, as with DDP, and
+            orthogonalise some of the matrices each. Of DTensors that are cut along dimension 0, as FSDP2's,
+            each rank puts together some in any case; of those that are cut otherwise, every rank all
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
@@ -118,6 +121,7 @@ class Muon(Optimizer):
     cautious_decay: bool = extra(default=False, kw_only=True)
     use_muon: bool = extra(default=True, kw_only=True)
     workspace_bytes: int = for_all(default=2 << 30, kw_only=True)
+    divide_among: Any = for_all(default=None, kw_only=True)
 
     rules: ClassVar = (muon(NewtonSchulz(), True, "original", False), adamw_beside)
 

@@ -1,5 +1,5 @@
-"""Kernels for matrices: symmetric products, of which the tiles up to the diagonal are computed, and stored twice;
-and matrices scaled to another type.
+"""Kernels for matrices: symmetric products, of which the tiles up to the diagonal are computed, and stored
+twice; and matrices scaled to another type.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ come near 1. In the standard form that is, for a wide X,
     A = X X^T        X <- a X + (b A + c A^2) X
 
 and in the Gram form only small symmetric matrices are multiplied, until the end: with G = X X^T and
-Z = a I + b G + c G^2, the next G is Z G Z, and the last X is Q X, with Q the product of all Z. That is less work
-the wider X is. Each G forgets a little of the small singular values, so Q is brought to X, and G computed anew,
-once on the way.
+Z = a I + b G + c G^2, the next G is Z G Z, and the last X is Q X, with Q the product of all Z. That is less
+work the wider X is. Each G forgets a little of the small singular values, so Q is brought to X, and G computed
+anew, once on the way.
 
 On GPUs all is done in 16 bits: float16, because the Gram form needs its eleven bits, with everything scaled so
 that nothing falls below its smallest numbers. Elsewhere in what the rule is computed in.
@@ -103,6 +103,9 @@ class NewtonSchulz(Stage):
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return super().matrix((shape[0], math.prod(shape[1:])) if self.flatten and len(shape) > 1 else shape)
+
+    def joins_rows(self, shape: tuple[int, ...]) -> bool:
+        return self.flatten or len(shape) == 2
 
     def flops(self, shape: tuple[int, ...]) -> float:
         rows, columns = self.matrix(shape)

@@ -1,0 +1,560 @@
+"""Muon: against torch's own, the definition in float64, singular values, and one process."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fusedstep
+from fusedstep.rules import NewtonSchulz, Stage, mix, named_coefficients, rule, staged
+from tests import ranks, reference
+from tests.numerics import judge
+from tests.pairs import whole
+
+SHAPES = ((16, 16), (16, 16), (8, 40), (30, 7), (1, 9), (9, 1))
+KELLER = (reference.KELLER,) * 5
+POLAR = named_coefficients("polar_express", 5)
+OPTIONS = [
+    {},
+    {"nesterov": False},
+    {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.5},
+    {"adjust_lr_fn": "spectral_unclamped"},
+    {"momentum": 0.0, "ns_coefficients": "polar_express"},
+    {"ns_coefficients": POLAR, "cautious_decay": True},
+    {"normalize_rows": 0.9},
+]
+options = pytest.mark.parametrize("options", OPTIONS, ids=str)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+
+
+def data(shapes, steps, dtype=torch.float32, device="cpu"):
+    """Parameters and gradients of every step, the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    numbers = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+    params = [(0.1 * numbers(shape)).to(device, dtype) for shape in shapes]
+    return params, [[numbers(shape).to(device, dtype) for shape in shapes] for _ in range(steps)]
+
+
+def train(cls, params, grads, **options):
+    params = [nn.Parameter(p.clone()) for p in params]
+    optimizer = cls(params, **options)
+    for step in grads:
+        for p, g in zip(params, step, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return [p.detach() for p in params], optimizer
+
+
+def exact(params, grads, lr, **options):
+    """The same by the definition, in float64."""
+    if "ns_coefficients" in options:
+        options = {**options, "ns_coefficients": POLAR}
+    numpy = lambda t: t.double().cpu().numpy()
+    return [
+        torch.from_numpy(reference.muon(numpy(p), [numpy(step[i]) for step in grads], lr, **options)[0])
+        for i, p in enumerate(params)
+    ]
+
+
+def torchs(params, grads, lr, **options):
+    """Torch's, where it has such options; else what would be exact."""
+    known = {"nesterov", "adjust_lr_fn", "weight_decay", "momentum"}
+    theirs = {k: v for k, v in options.items() if k in known}
+    if theirs != options or options.get("adjust_lr_fn") == "spectral_unclamped":
+        return None
+    return train(torch.optim.Muon, params, grads, lr=lr, **theirs)[0]
+
+
+def check_fifty_steps(device, dtype, options, engine=None):
+    params, grads = data(SHAPES, 50, dtype, device)
+    ours, _ = train(fusedstep.Muon, params, grads, lr=0.02, engine=engine, **options)
+    theirs = torchs(params, grads, 0.02, **options)
+    for i, right in enumerate(exact(params, grads, 0.02, **options)):
+        right = right.to(device)
+        # where torch has no such thing, an error of a hundredth of what its updates are off by
+        other = right + 1e-4 if theirs is None else theirs[i]
+        judge(ours[i], other, right, f"{SHAPES[i]}", 50 if dtype == torch.bfloat16 else 100)
+
+
+@options
+@dtypes
+def test_fifty_steps_are_as_close_to_float64_as_torchs(engine, dtype, options):
+    if options and (dtype != torch.float32 or engine == "triton"):
+        pytest.skip("shown for one engine or dtype, the same for all")
+    check_fifty_steps("cpu", dtype, options, engine)
+
+
+@pytest.mark.gpu
+@options
+@dtypes
+def test_fifty_steps_on_a_gpu_are_as_close_to_float64_as_torchs(dtype, options):
+    check_fifty_steps("cuda", dtype, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(512, 512), (640, 2048), (2048, 640), (1000, 1048), (768, 768)], ids=str)
+@pytest.mark.parametrize("condition", [1.0, 1e3, 1e6])
+def test_large_matrices_are_closer_to_float64_than_torchs(shape, condition):
+    x = matrix(shape, condition).cuda().bfloat16()
+    p = nn.Parameter(torch.zeros(shape, device="cuda"))
+    q = nn.Parameter(torch.zeros(shape, device="cuda"))
+    right = torch.from_numpy(reference.orthogonalized(x.double().cpu().numpy(), KELLER)).cuda()
+    for param, cls in ((p, fusedstep.Muon), (q, torch.optim.Muon)):
+        param.grad = x.float()
+        cls([param], lr=1.0, momentum=0.0, adjust_lr_fn="original", weight_decay=0.0).step()
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    ours, theirs = ((-t.detach().double() / scale - right).norm() / right.norm() for t in (p, q))
+    assert ours < theirs, (ours, theirs)
+
+
+def matrix(shape, condition):
+    """One whose singular values go down to 1 / condition."""
+    generator = torch.Generator().manual_seed(0)
+    k = min(shape)
+    u, v = (torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64))[0] for n in shape)
+    return (u * torch.logspace(0, -np.log10(condition), k, dtype=torch.float64)) @ v.T
+
+
+def band(coefficients, low):
+    """Where singular values between `low` and 1 end up."""
+    s = torch.logspace(np.log10(low), 0, 20001, dtype=torch.float64)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return float(s.min()), float(s.max())
+
+
+@pytest.mark.parametrize("name", ["keller", "polar_express"])
+@pytest.mark.parametrize("condition", [1.0, 1e3, 1e6])
+@pytest.mark.parametrize("shape", [(20, 20), (12, 50), (50, 12), (1, 8), (8, 1)], ids=str)
+def test_singular_values_come_into_the_band_of_the_coefficients(name, condition, shape):
+    x = matrix(shape, condition)
+    p = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    p.grad = x
+    fusedstep.Muon(
+        [p], lr=1.0, momentum=0.0, weight_decay=0.0, ns_coefficients=name, adjust_lr_fn="match_rms_adamw"
+    ).step()
+    update = -p.detach() / (0.2 * max(shape) ** 0.5)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    # the directions stay, and are not turned round
+    found = (u.T @ update @ v.T).diagonal()
+    norm = float(s.norm())
+    low, high = band(named_coefficients(name, 5), float(s.min()) / norm)
+    assert found.min() > low - 1e-9
+    assert found.max() < high + 1e-9
+    torch.testing.assert_close(update, (u * found) @ v, rtol=1e-9, atol=1e-9)
+
+
+def test_a_matrix_of_zeros_and_one_of_rank_one(engine):
+    p, q = (nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    p.grad = torch.zeros(4, 6)
+    row, column = torch.randn(6), torch.randn(4)
+    q.grad = column[:, None] * row
+    fusedstep.Muon([p, q], lr=1.0, weight_decay=0.0, engine=engine).step()
+    assert torch.equal(p, torch.ones(4, 6))
+    update = torch.linalg.svdvals((1 - q).detach())
+    assert 0.6 < update[0] < 1.3
+    assert update[1] < 1e-4
+
+
+def test_batches_heads_and_sections_are_what_single_matrices_are(engine):
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(6, 8, 5, generator=generator)
+
+    def stepped(grad, **options):
+        p = nn.Parameter(torch.zeros_like(grad))
+        p.grad = grad
+        fusedstep.Muon([p], lr=1.0, weight_decay=0.0, engine=engine, **options).step()
+        return p.detach()
+
+    singles = torch.stack([stepped(each) for each in g])
+    torch.testing.assert_close(stepped(g), singles)
+    torch.testing.assert_close(stepped(g.view(2, 3, 8, 5), flatten=False), singles.view(2, 3, 8, 5))
+    rows = g.reshape(48, 5)
+    torch.testing.assert_close(stepped(rows, num_heads=6), singles.view(48, 5))
+    torch.testing.assert_close(stepped(rows, split_sizes=(8,) * 6), singles.view(48, 5))
+    parts = rows.split((16, 32))
+    apart = torch.cat(
+        [stepped(part, adjust_lr_fn="spectral_unclamped") / (len(part) / 5) ** 0.5 for part in parts]
+    )
+    together = stepped(rows, split_sizes=(16, 32), adjust_lr_fn="spectral_unclamped") / (32 / 5) ** 0.5
+    torch.testing.assert_close(together, apart)
+    convolution = g.view(6, 4, 2, 5)
+    flat = stepped(convolution.flatten(1)).view(6, 4, 2, 5)
+    torch.testing.assert_close(stepped(convolution, flatten=True), flat)
+    channels_last = convolution.clone(memory_format=torch.channels_last)
+    torch.testing.assert_close(stepped(channels_last, flatten=True), flat)
+
+
+def test_turns_in_a_small_workspace_change_nothing(engine):
+    params, grads = data([(8, 8)] * 5 + [(4, 12)] * 4, 4)
+    ours, optimizer = train(fusedstep.Muon, params, grads, lr=0.1, engine=engine, max_grad_norm=1.0)
+    small, turns = train(
+        fusedstep.Muon, params, grads, lr=0.1, engine=engine, max_grad_norm=1.0, workspace_bytes=2048
+    )
+    assert len(turns._plan.tables) > 2
+    assert len(optimizer._plan.tables) == 1
+    for a, b in zip(ours, small, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_missing_gradients_leave_their_matrices_alone(engine):
+    params, grads = data([(8, 8)] * 6, 6)
+    params = [nn.Parameter(p) for p in params]
+    optimizer = fusedstep.Muon(params, lr=0.1, engine=engine)
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    single = [fusedstep.Muon([p], lr=0.1, engine=engine) for p in others]
+    for i, step in enumerate(grads):
+        for k, (p, q, g) in enumerate(zip(params, others, step, strict=True)):
+            p.grad = q.grad = None
+            if (i + k) % 3 and not (i == 0 and k == 4):
+                p.grad, q.grad = g.clone(), g.clone()
+        optimizer.step()
+        for each in single:
+            each.step()
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_checkpoints_go_both_ways():
+    params, grads = data(SHAPES, 6)
+    _, ours = train(fusedstep.Muon, params, grads[:3], lr=0.02)
+    _, theirs = train(torch.optim.Muon, params, grads[:3], lr=0.02)
+    assert {*ours.state_dict()["state"][0]} == {"momentum_buffer"}
+    for a, b in ((ours, theirs), (theirs, ours)):
+        other = type(a)([nn.Parameter(p.clone()) for p in params], lr=0.5)
+        other.load_state_dict(copy.deepcopy(b.state_dict()))
+        assert other.param_groups[0]["lr"] == 0.02
+        for p, q in zip(other.param_groups[0]["params"], b.param_groups[0]["params"], strict=True):
+            assert torch.equal(other.state[p]["momentum_buffer"], b.state[q]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"normalize_rows": 0.9}, {"max_grad_norm": 0.5, "ema_decay": 0.9}], ids=str
+)
+def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(more):
+    params, grads = data(SHAPES, 6)
+    all_along, _ = train(fusedstep.Muon, params, grads, lr=0.02, **more)
+    half, optimizer = train(fusedstep.Muon, params, grads[:3], lr=0.02, **more)
+    resumed = [nn.Parameter(p.clone()) for p in half]
+    other = fusedstep.Muon(resumed, lr=0.02, **more)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in grads[3:]:
+        for p, g in zip(resumed, step, strict=True):
+            p.grad = g.clone()
+        other.step()
+    for p, q in zip(resumed, all_along, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_every_optimizer_has_is_there():
+    params, grads = data(SHAPES, 4, torch.bfloat16)
+    common = {"max_grad_norm": 0.1, "ema_decay": 0.9, "statistics": True, "skip_nonfinite": True}
+    ours, optimizer = train(
+        fusedstep.Muon, params, grads, lr=0.02, master="split", state_dtype="float32", **common
+    )
+    norm = torch.stack([g.float().norm() for g in grads[-1]]).norm()
+    assert float(optimizer.statistics().grad_norm) == pytest.approx(float(norm), rel=1e-3)
+    p = optimizer.param_groups[0]["params"][0]
+    assert {*optimizer.state[p]} == {"momentum_buffer", "master_rest", "ema"}
+    # the scale of gradients is nothing to a direction
+    unclipped, _ = train(fusedstep.Muon, params, grads, lr=0.02, master="split", state_dtype="float32")
+    before = p.detach().clone()
+    p.grad = torch.full_like(p, torch.inf)
+    optimizer.step()
+    assert torch.equal(p, before)
+    assert optimizer.step_was_skipped
+    for a, b in zip(ours, unclipped, strict=True):
+        assert (a - b).abs().max() < 0.1
+
+
+def test_errors_are_torchs_and_say_what_to_do():
+    p = nn.Parameter(torch.zeros(3, 3))
+    for wrong, message in (
+        ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
+        ({"momentum": -1.0}, "momentum should be >= 0 but is: -1.0"),
+        ({"weight_decay": -1.0}, "weight decay should be >= 0 but is: -1.0"),
+        ({"adjust_lr_fn": "no"}, "Adjust learning rate function no is not supported"),
+    ):
+        for cls in (fusedstep.Muon, torch.optim.Muon):
+            with pytest.raises(ValueError, match=message):
+                cls([p], **wrong)
+    for cls in (fusedstep.Muon, torch.optim.Muon):
+        with pytest.raises(ValueError, match="Muon only supports 2D parameters whereas we found a parameter"):
+            cls([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="convolutions to one with flatten=True"):
+        fusedstep.Muon([nn.Parameter(torch.zeros(3, 3, 3, 3))])
+    for wrong in ({"ns_steps": 100}, {"ns_coefficients": (1, 2)}, {"ns_coefficients": "no"}):
+        with pytest.raises(ValueError, match=r"less than 100|Invalid ns_coefficients|there are no"):
+            fusedstep.Muon([p], **wrong)
+    optimizer = fusedstep.Muon([p], num_heads=2)
+    p.grad = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="num_heads=2 does not divide 3 rows"):
+        optimizer.step()
+    assert torch.equal(p, torch.zeros(3, 3))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.convolution = nn.Conv2d(2, 3, 3)
+        self.experts = nn.Parameter(torch.randn(3, 4, 5))
+        self.lora_A = nn.Parameter(torch.randn(2, 8))
+        self.lm_head = nn.Linear(8, 11, bias=False)
+        self.lm_head.weight = self.embedding.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_groups_of_a_model_say_which_went_where():
+    groups = fusedstep.muon_groups(Net(), lr=0.02, adamw={"lr": 1e-3})
+    which = {name: (g["use_muon"], g.get("flatten")) for g in groups for name, _ in g["params"]}
+    assert which == {
+        "body.weight": (True, None),
+        "experts": (True, None),
+        "convolution.weight": (True, True),
+        "embedding.weight": (False, None),
+        "lora_A": (False, None),
+        "body.bias": (False, None),
+        "convolution.bias": (False, None),
+    }
+    assert "embedding.weight    AdamW  (11, 8)  an embedding" in str(groups)
+    assert "experts             Muon   (3, 4, 5)  experts" in str(groups)
+    chosen = fusedstep.muon_groups(Net(), takes=lambda name, p: "body" in name, adamw={"lr": 1e-3})
+    assert [name for name, _ in chosen[0]["params"]] == ["body.weight"]
+    left = fusedstep.muon_groups(Net(), leaves=["exp*"])
+    assert "experts" not in [name for name, _ in left[0]["params"]]
+
+
+def test_one_optimizer_steps_both_as_two_would(engine):
+    torch.manual_seed(0)
+    net, other = Net(), Net()
+    other.load_state_dict(net.state_dict())
+    adamw = {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    one = fusedstep.Muon(fusedstep.muon_groups(net, lr=0.02, adamw=adamw), engine=engine)
+    groups = fusedstep.muon_groups(other, lr=0.02)
+    bare = [{k: v for k, v in g.items() if k in ("params", "lr", "flatten")} for g in groups if g["use_muon"]]
+    beside = [
+        {"params": g["params"], **adamw, **({"weight_decay": 0.0} if g["weight_decay"] == 0 else {})}
+        for g in groups
+        if not g["use_muon"]
+    ]
+    two = [fusedstep.Muon(bare, engine=engine), torch.optim.AdamW(beside)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (one, *two)]
+    for _ in range(3):
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            if p.requires_grad:
+                p.grad = torch.randn_like(p)
+                q.grad = p.grad.clone()
+        for each in (one, *two, *schedulers):
+            each.step()
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=name, rtol=1e-5, atol=1e-6)
+    saved = one.state_dict()
+    again = fusedstep.Muon(fusedstep.muon_groups(net, lr=0.5))
+    again.load_state_dict(saved)
+    assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in one.param_groups]
+    assert {*again.state[net.body.bias]} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+class Twice(Stage):
+    """The simplest stage: twice as much."""
+
+    def run(self, source, target, workspace_bytes):
+        torch.mul(source, 2, out=target)
+
+    def __eq__(self, other):
+        return type(other) is Twice
+
+    def __hash__(self):
+        return 2
+
+
+def test_a_stage_of_ones_own_comes_between_the_sweeps_of_a_rule(engine):
+    @rule(states={"m": "m"})
+    def own(p, g, m, *, lr, rows, columns):
+        m = mix(m, g, 0.5)
+        return p - lr * staged(m, Twice()) * rows / columns, m
+
+    class Own(fusedstep.Optimizer):
+        rule = own
+        lr: float = 0.1
+
+    p = nn.Parameter(torch.ones(6, 2))
+    optimizer = Own([p], lr=1.0, engine=engine, max_grad_norm=1e9)
+    p.grad = torch.randn(6, 2)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), 1 - p.grad * 3)
+    with pytest.raises(TypeError, match="Twice works on tensors; give it a number of each element"):
+        staged(1.0, Twice())
+
+
+# many ranks
+
+DISTRIBUTED = ((8, 8), (8, 8), (3, 12), (12, 5), (1, 6), (2, 2), (8, 8))
+
+
+def alone(steps=3, **options):
+    params, grads = data(DISTRIBUTED, steps)
+    return train(fusedstep.Muon, params, grads, lr=0.1, **options)[0]
+
+
+def step_shards(placements, dims, options, steps=3):
+    mesh = ranks.mesh(*dims)
+    params, grads = data(DISTRIBUTED, steps)
+    spread = lambda t: distribute_tensor(t, mesh, placements)
+    mine = [nn.Parameter(spread(p)) for p in params]
+    optimizer = fusedstep.Muon(mine, lr=0.1, **options)
+    for step in grads:
+        for p, g in zip(mine, step, strict=True):
+            p.grad = spread(g)
+        optimizer.step()
+    return [whole(p.detach()) for p in mine]
+
+
+def check_shards(world, placements, dims, options):
+    right = alone(**options)
+    for found in world.call(step_shards, placements, dims, options):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [{}, {"normalize_rows": 0.9}, {"max_grad_norm": 0.5, "workspace_bytes": 1024}])
+def test_shards_of_two_ranks_are_stepped_as_by_one(two, more):
+    check_shards(two, [Shard(0)], (2,), more)
+
+
+def test_shards_of_four_ranks_some_of_them_empty_are_stepped_as_by_one(four):
+    check_shards(four, [Shard(0)], (4,), {})
+    check_shards(four, [Replicate(), Shard(0)], (2, 2), {})
+
+
+def test_shards_along_columns_are_put_together_on_every_rank(two):
+    check_shards(two, [Shard(1)], (2,), {})
+    for error in two.call(step_shards, [Shard(1)], (2,), {"normalize_rows": 0.9}):
+        assert "normalises rows, which must be whole" in str(error)
+
+
+def step_replicas(options):
+    params, grads = data(DISTRIBUTED, 3)
+    return train(fusedstep.Muon, params, grads, lr=0.1, divide_among=torch.distributed.group.WORLD, **options)[
+        0
+    ]
+
+
+@pytest.mark.parametrize("more", [{}, {"normalize_rows": 0.9}], ids=str)
+def test_replicas_divide_the_work(two, more):
+    right = alone(**more)
+    for found in two.call(step_replicas, more):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
+
+
+def train_model(net, optimizer, steps):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        x = torch.randn(16, 6, generator=generator)
+        optimizer.zero_grad()
+        (net(x) - x[:, :3]).square().mean().backward()
+        optimizer.step()
+    return [whole(p.detach()).clone() for p in net.parameters()]
+
+
+def train_fsdp():
+    net = model()
+    fully_shard(net[0], mesh=ranks.mesh(2))
+    fully_shard(net, mesh=ranks.mesh(2))
+    assert isinstance(net[0].weight, DTensor)
+    return train_model(net, fusedstep.Muon(fusedstep.muon_groups(net, lr=0.05)), 4)
+
+
+def test_fsdp2_trains_as_one_process_does(two):
+    net = model()
+    right = train_model(net, fusedstep.Muon(fusedstep.muon_groups(net, lr=0.05)), 4)
+    for found in two.call(train_fsdp):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"max_grad_norm": 0.5, "normalize_rows": 0.9}], ids=str)
+def test_a_replay_is_what_an_eager_step_is_bit_by_bit(more):
+    shapes = [(640, 640), (512, 2048), (2048, 512), (16, 24), (16, 24)]
+
+    def run(captures):
+        params, grads = data(shapes, 1, torch.float32, "cuda")
+        params = [nn.Parameter(p) for p in params]
+        for p, g in zip(params, grads[0], strict=True):
+            p.grad = g
+        optimizer = fusedstep.Muon(params, lr=0.02, **more)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(4):
+            optimizer.step()
+        take = optimizer.step
+        if captures:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            take = graph.replay
+        for _ in range(3):
+            take()
+            scheduler.step()
+        return [p.detach().clone() for p in params]
+
+    for a, b in zip(run(False), run(True), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_nothing_and_its_work_is_replayed():
+    params, grads = data([(512, 512)] * 3 + [(64, 32)] * 2, 1, torch.float32, "cuda")
+    params = [nn.Parameter(p) for p in params]
+    for p, g in zip(params, grads[0], strict=True):
+        p.grad = g
+    optimizer = fusedstep.Muon(params, lr=0.02)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    replays = optimizer._plan.tables[0].stages._replays
+    assert len(replays._graphs) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(2, 512, 1024), (3, 640, 576), (2, 1000, 1048), (2, 128, 64)], ids=str)
+def test_a_symmetric_product_is_what_two_factors_give(shape, transposed):
+    from fusedstep.stages import kernels
+
+    count, n, depth = shape
+    depth = -(-depth // 64) * 64 if transposed else depth
+    x = torch.randn((count, depth, n) if transposed else (count, n, depth), device="cuda").half()
+    addend = torch.randn(count, n, n, device="cuda").half()
+    addend = addend + addend.mT
+    assert kernels.takes(x, x, transposed)
+    out = torch.full((count, n, n), torch.nan, device="cuda", dtype=torch.float16)
+    kernels.multiply(x, x, addend, out, 0.01, 0.5, 2.0, transposed)
+    left = (x.mT if transposed else x).double()
+    right = 0.01 * left @ left.mT + 0.5 * addend.double() + 2 * torch.eye(n, device="cuda")
+    assert torch.equal(out, out.mT)
+    torch.testing.assert_close(out.double(), right, rtol=2**-10, atol=1e-3)
+
+
+def test_the_program_of_a_rule_tells_its_stages():
+    first, *_ = fusedstep.Muon.rules
+    assert first.stages == (NewtonSchulz(),)
+    assert fusedstep.Muon.rules[1].stages == ()
