@@ -1,7 +1,7 @@
-"""Muon's step beside torch's and, where it can be imported, microsoft/dion's: python benchmarks/muon.py [FOLDER].
+"""Muon's step beside torch's and, where it can be imported, microsoft/dion's, on a GPU.
 
-Milliseconds on the device and on the host, in turn, medians; TFLOP/s of the symmetric Gram form counted as it is
-computed; and how far one orthogonalisation is from the same iteration in float64, ours and torch's.
+Milliseconds on the device and on the host, in turn, medians; TFLOP/s, of what is computed; and how far one
+orthogonalisation is from the same iteration in float64, ours and torch's. `python benchmarks/muon.py FOLDER`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def flops(shapes: list[tuple[int, ...]]) -> float:
     for rows, *columns in shapes:
         width = torch.Size(columns).numel()
         n, m = min(rows, width), max(rows, width)
-        total += (6 * m * n * n + 14 * n**3) if m > 1.5 * n else 5 * (3 * m * n * n + n**3)
+        total += (6 * m * n * n + 14 * n**3) if n >= 1024 else 5 * (3 * m * n * n + n**3)
     return total
 
 

@@ -53,7 +53,9 @@ _LEAST = 1e-8
 _SCALE = 2.0**12
 # iterations of the Gram form before it starts anew: after two it takes as long, and is half as precise
 _RESTART = 3
-# a matrix that many times as wide as it is high takes less time in the Gram form
+# from this size on the Gram form takes less time, also of square matrices; in 16 bits it is less precise for
+# smaller ones, so these take it only where they are computed in more
+_GRAM = 1024
 _WIDE = 1.5
 
 
@@ -172,8 +174,9 @@ def orthogonalize(x: Tensor, out: Tensor, coefficients: tuple[Coefficients, ...]
         # three times as fast where the types differ
         kernels.scale(x, factors, scaled)
     rows, columns = x.shape[1:]
-    wide = max(rows, columns) > _WIDE * min(rows, columns)
-    (_gram if wide else _standard)(_Matrices(scaled, rows > columns), out, coefficients)
+    low, high = sorted((rows, columns))
+    form = _gram if low >= _GRAM or (high > _WIDE * low and out.itemsize > 2) else _standard
+    form(_Matrices(scaled, rows > columns), out, coefficients)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
