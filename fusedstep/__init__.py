@@ -15,4 +15,4 @@ from .registry import by_name
 from .rules import Optimizer
 
 __all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", *optimizers.__all__]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
