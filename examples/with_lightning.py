@@ -51,9 +51,10 @@ def main() -> None:
     inputs = torch.randn(1024, 8)
     data = TensorDataset(inputs, torch.sin(inputs.sum(1, keepdim=True)))
     keep = ModelCheckpoint(args.folder, "{epoch}", save_top_k=-1)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
     # no validation before the first step: there is no average yet
-    trainer = lightning.Trainer(max_epochs=args.epochs, callbacks=keep, num_sanity_val_steps=0, **quiet)
+    options = {"devices": 1, "max_epochs": args.epochs, "num_sanity_val_steps": 0, **quiet}
+    trainer = lightning.Trainer(callbacks=keep, **options)
     loaders = DataLoader(data, batch_size=32, shuffle=True), DataLoader(data, batch_size=1024)
     trainer.fit(Net(), *loaders, ckpt_path=args.resume)
     loss, averaged = (float(trainer.callback_metrics[name]) for name in ("loss", "loss_of_average"))
