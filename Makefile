@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.15.0
 
-.PHONY: demo test test-torch lint bench docs clean
+.PHONY: demo test test-torch lint bench docs package clean
 
 demo: .venv/ready
 	$(BIN)/fusedstep demo
@@ -28,6 +28,11 @@ bench: .venv/ready
 docs: .venv/docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs docs/_build/html
 
+# wheel and sdist, for a release; tests/test_package.py looks into both
+package: .venv/ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
 # the last line marks the environment complete: an interrupted set-up starts over, a complete one needs no network
 .venv/ready: pyproject.toml requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -47,4 +52,4 @@ docs: .venv/docs
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch-*
+	rm -rf .venv .venv-torch-* dist

@@ -16,4 +16,4 @@ from .registry import by_name
 from .rules import Optimizer
 
 __all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", "muon_groups", *optimizers.__all__]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -56,7 +56,7 @@ LONGEST = (
     "test_family",
     "test_distributed",
     "test_memory",
-    "test_examples",
+    "test_sharded_example",
 )
 
 
