@@ -32,6 +32,9 @@ html_math_renderer = "mathml"
 
 html_theme = "furo"
 html_title = "fusedstep"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False

@@ -2,8 +2,8 @@
 
     make docs docs-look        # pictures in a new folder of /tmp, whose name is printed
 
-It ends with an error if an image or link is broken, if a page asks another host for anything or writes an error to the
-console, or if a page is wider than a phone.
+It ends with an error if an image or link is broken, if a page asks another host for anything or writes an error
+to the console, or if a page is wider than a phone.
 """
 
 import functools
@@ -51,14 +51,13 @@ def visit(context, base, name, kind, folder):
     """What is wrong with one page, and its links and ids."""
     wrong = []
     tab = context.new_page()
-    tab.on(
-        "request",
-        lambda r: wrong.append(f"asks for {r.url}") if not r.url.startswith((base, "data:")) else None,
-    )
-    tab.on("response", lambda r: wrong.append(f"{r.status} for {r.url}") if r.status >= 400 else None)
-    tab.on("console", lambda m: wrong.append(f"console: {m.text}") if m.type == "error" else None)
+    tab.on("request", lambda r: r.url.startswith((base, "data:")) or wrong.append(f"asks for {r.url}"))
+    tab.on("response", lambda r: r.status < 400 or wrong.append(f"{r.status} for {r.url}"))
+    tab.on("console", lambda m: m.type != "error" or wrong.append(f"console: {m.text}"))
     tab.on("pageerror", lambda e: wrong.append(f"script: {e}"))
-    tab.goto(base + name, wait_until="networkidle")
+    tab.goto(base + name, wait_until="load")
+    # what scripts ask for once the page is there
+    tab.wait_for_timeout(100)
     found = tab.evaluate(IN_PAGE)
     width = WIDTHS[kind[0]]
     if found["width"] > width:

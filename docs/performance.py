@@ -58,7 +58,10 @@ def fastest(row, package=""):
 
 
 def others(row):
-    return ", ".join(f"{selection.who(name)} {ms(time)}" for name, time in row.others.items())
+    """Their names and times, with what they say of themselves."""
+    notes = {name: f" ({note})" for name, note in row.notes.items()}
+    told = (f"{selection.who(name)} {ms(time)}{notes.get(name, '')}" for name, time in row.others.items())
+    return ", ".join(told)
 
 
 def commit(facts):
@@ -75,11 +78,14 @@ def ms(value):
 
 
 def ratio(theirs, ours):
-    return "" if theirs is None else f"{theirs / ours:.2g}"
+    """How many times as fast, in as many digits as mean something."""
+    if theirs is None:
+        return ""
+    return f"{theirs / ours:.{2 if theirs < 2 * ours else 1 if theirs < 10 * ours else 0}f}"
 
 
 def percent(share):
-    return "" if share is None else f"{100 * share:.0f} %"
+    return "" if share is None else f"{100 * share:.0f}\u00a0%"
 
 
 def main():

@@ -57,7 +57,14 @@ def _words(options):
 
 
 def _sizes(stored):
-    return [(_setting(row), size, row.ours, OURS) for row, size in stored]
+    """Ours by how they are stored, and peers whose memory is known, each once."""
+    found = {_setting(row): (size, row.ours, OURS) for row, size in stored}
+    for row, _ in stored:
+        for name, more in row.allocated.items():
+            if name in row.others:
+                size = 2 * selection.PARAMETERS[row.dtype].itemsize + more
+                found.setdefault(name, (size, row.others[name], selection.who(name)))
+    return [(label, *point) for label, point in found.items()]
 
 
 def _setting(row):

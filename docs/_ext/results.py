@@ -30,6 +30,10 @@ class Row(NamedTuple):
     host: float | None
     limit: float | None
     peers: dict[str, float]
+    # what peers say of how their work differs
+    notes: dict[str, str]
+    # bytes a parameter that peers allocated beside parameters and gradients
+    allocated: dict[str, float]
 
     @property
     def call(self):
@@ -82,7 +86,10 @@ def _row(raw):
     ours = _milliseconds(raw.get("ours") or {})
     if ours is None:
         return None
-    peers = {name: _milliseconds(side) for name, side in (raw.get("peers") or {}).items()}
+    sides = raw.get("peers") or {}
+    peers = {name: _milliseconds(side) for name, side in sides.items()}
+    told = {name: side for name, side in sides.items() if isinstance(side, dict)}
+    count = raw.get("parameters")
     return Row(
         model=raw["model"],
         optimizer=raw["optimizer"],
@@ -92,6 +99,8 @@ def _row(raw):
         host=_milliseconds(raw["ours"], "host"),
         limit=_milliseconds(raw.get("limit")),
         peers={name: ms for name, ms in peers.items() if ms is not None},
+        notes={name: side["note"] for name, side in told.items() if side.get("note")},
+        allocated={name: side["memory"] / count for name, side in told.items() if count and side.get("memory")},
     )
 
 
