@@ -26,7 +26,7 @@ COLOURS = {name: light for name, (light, _) in PALETTE.items()}
 INK, MUTED, GRID, OURS, LIMIT = (COLOURS[name] for name in ("ink", "muted", "grid", "ours", "limit"))
 _PEERS = [colour for name, colour in COLOURS.items() if name.startswith("peer")]
 # inches; narrow, so that text is readable where a phone makes the picture small
-WIDTH = 5.2
+WIDTH = 4.6
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 9,
