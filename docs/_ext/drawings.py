@@ -10,17 +10,13 @@ OURS = "fusedstep"
 def all_pictures():
     """Every picture by its name, as svg."""
     gpu = results.rows("cuda")
-    names = dict.fromkeys(selection.who(name) for row in gpu for name in row.others)
-    colours = {OURS: pictures.OURS, **pictures.peer_colours(names)}
-    beside = selection.beside_peers(gpu, selection.MODEL)
     models = [(model, cells) for model, cells in selection.by_dtype(gpu) if cells["fp32"].ours > 1]
+    beside, family = (select(gpu, selection.MODEL) for select in (selection.beside_peers, selection.family))
     found = {
-        "adamw": pictures.bars("adamw", _by_model(models), colours),
-        "peers": pictures.bars("peers", [_group(row) for row in beside], colours),
-        "family": pictures.bars(
-            "family", [_group(row) for row in selection.family(gpu, selection.MODEL)], colours
-        ),
-        "memory": pictures.points("memory", _sizes(selection.stored(gpu, selection.LARGE_MODEL)), colours),
+        "adamw": pictures.bars("adamw", _by_model(models)),
+        "peers": pictures.bars("peers", [_group(row) for row in beside]),
+        "family": pictures.bars("family", [_group(row) for row in family]),
+        "memory": pictures.points("memory", _sizes(selection.stored(gpu, selection.LARGE_MODEL))),
     }
     for device in ("cuda", "cpu"):
         loops = [row for row in selection.loops(f"host-{device}") if "engine torch" not in row["loop"]]
@@ -30,10 +26,14 @@ def all_pictures():
 
 
 def _by_model(models):
-    dtypes = [(model, dtype, row) for model, cells in models for dtype, row in cells.items()]
-    return [
-        (f"{model}\n{results.DTYPES.get(dtype, dtype)}", row.limit, _times(row)) for model, dtype, row in dtypes
-    ]
+    """Ours and torch's fastest, which most people have."""
+    found = []
+    for model, cells in models:
+        for dtype, row in cells.items():
+            torch = [(who, time) for who, time in _times(row)[1:] if who.startswith("torch")]
+            label = f"{model}\n{results.DTYPES.get(dtype, dtype)}"
+            found.append((label, row.limit, [(OURS, row.ours), *torch[:1]]))
+    return found
 
 
 def _group(row):
@@ -57,13 +57,13 @@ def _words(options):
 
 
 def _sizes(stored):
-    """Ours by how they are stored, and peers whose memory is known, each once."""
-    found = {_setting(row): (size, row.ours, OURS) for row, size in stored}
-    for row, _ in stored:
+    """Ours by how they are stored, and peers of those that are compressed, where their memory is known."""
+    found = {_setting(row): (size, row.ours, True) for row, size in stored}
+    for row in (row for row, _ in stored if row.options):
         for name, more in row.allocated.items():
             if name in row.others:
                 size = 2 * selection.PARAMETERS[row.dtype].itemsize + more
-                found.setdefault(name, (size, row.others[name], selection.who(name)))
+                found.setdefault(name, (size, row.others[name], False))
     return [(label, *point) for label, point in found.items()]
 
 

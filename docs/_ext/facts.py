@@ -39,7 +39,8 @@ def measured(name):
     text = f"{call}{row.ours:.2f} ms on {row.model} in float32, on one {device()}"
     if row.share is not None:
         text += f", {100 * row.share:.0f} % of what a copy of its bytes allows"
-    others = ", ".join(f"{selection.who(peer)} {ms:.3g} ms" for peer, ms in row.others.items())
+    fastest = list(row.others.items())[:3]
+    others = ", ".join(f"{selection.who(peer)} {ms:.3g} ms" for peer, ms in fastest)
     return f"{text}; {others}" if others else text
 
 

@@ -1,6 +1,7 @@
 """Pictures of results: one palette, text that stays text, colours that follow the page's light and dark."""
 
 import io
+import itertools
 import re
 
 import matplotlib
@@ -15,16 +16,11 @@ PALETTE = {
     "grid": ("#dfe3e8", "#3a4048"),
     "ours": ("#0b6e99", "#4fb3dd"),
     "limit": ("#b42318", "#ff8a75"),
-    "peer1": ("#b3bac2", "#6c7681"),
-    "peer2": ("#d4a72b", "#b98a10"),
-    "peer3": ("#9479b5", "#a98fcb"),
-    "peer4": ("#77a95f", "#6f9d58"),
-    "peer5": ("#c97b85", "#c0717b"),
-    "peer6": ("#8a6f5a", "#a58a74"),
+    "other": ("#b3bac2", "#6c7681"),
+    "torch": ("#d4a72b", "#b98a10"),
 }
 COLOURS = {name: light for name, (light, _) in PALETTE.items()}
-INK, MUTED, GRID, OURS, LIMIT = (COLOURS[name] for name in ("ink", "muted", "grid", "ours", "limit"))
-_PEERS = [colour for name, colour in COLOURS.items() if name.startswith("peer")]
+INK, MUTED, GRID, OURS, LIMIT, OTHER, TORCH = COLOURS.values()
 # inches; narrow, so that text is readable where a phone makes the picture small
 WIDTH = 4.6
 _STYLE = {
@@ -48,11 +44,6 @@ _STYLE = {
 def variables(which):
     """The palette for light (0) or dark (1), as css variables."""
     return {f"picture-{name}": colours[which] for name, colours in PALETTE.items()}
-
-
-def peer_colours(names):
-    """A colour for every peer, the same in all pictures of a list of peers."""
-    return {name: _PEERS[i % len(_PEERS)] for i, name in enumerate(names)}
 
 
 def svg(name, figure):
@@ -80,25 +71,24 @@ def _canvas(rows, left, per_row=0.23, extra=0.75):
     return figure, axes
 
 
-def bars(name, groups, colours, unit="milliseconds"):
-    """Horizontal bars in groups: (label, limit or None, [(who, time), ...]); a bar that is too long is cut."""
+def bars(name, groups):
+    """Bars in groups, ours first: (label, limit or None, [(who, time), ...]); long ones are cut."""
     with matplotlib.rc_context(_STYLE):
-        count = sum(len(times) for _, _, times in groups) + len(groups)
-        figure, axes = _canvas(count, left=0.3)
+        figure, axes = _canvas(sum(len(times) for _, _, times in groups) + len(groups), left=0.3)
         # one very slow peer must not make all others invisible
-        ours = [times[0][1] for _, _, times in groups]
-        end = max(max(ours), *(t for _, _, times in groups for _, t in times if t < 3.2 * max(ours))) * 1.18
-        y, ticks, labels = 0.0, [], []
-        for label, limit, times in groups:
+        longest = 3.2 * max(times[0][1] for _, _, times in groups)
+        # room for a number and a name behind the bar
+        end = 1.4 * max(time for _, _, times in groups for _, time in times if time < longest)
+        y, ticks = 0.0, []
+        for _, limit, times in groups:
             ticks.append(y + (len(times) - 1) / 2)
-            labels.append(label)
-            _group(axes, y, limit, times, colours, end)
+            _group(axes, y, limit, times, end)
             y += len(times) + 1
         axes.set_yticks(ticks, [""] * len(ticks))
-        _labels(axes, ticks, labels)
-        axes.set(xlim=(0, end), ylim=(y - 0.8, -0.9), xlabel=unit)
+        _labels(axes, ticks, [label for label, _, _ in groups])
+        axes.set(xlim=(0, end), ylim=(y - 0.8, -0.9), xlabel="milliseconds")
         axes.spines["left"].set_visible(False)
-        _legend(axes, groups, colours)
+        _legend(axes, any(limit is not None for _, limit, _ in groups))
         return svg(name, figure)
 
 
@@ -112,65 +102,71 @@ def _labels(axes, heights, labels):
             axes.annotate(line, xytext=offset, ha="right", va="center", **place)
 
 
-def _group(axes, y, limit, times, colours, end):
+def _group(axes, y, limit, times, end):
     for i, (who, time) in enumerate(times):
-        cut = time > end
-        axes.barh(y + i, end if cut else time, height=0.86, color=colours[who])
+        is_cut, text = time > end, f"{time:.3g}" + (f" {who}" if i else "")
+        axes.barh(y + i, min(time, end), height=0.86, color=OTHER if i else OURS)
         # beside the bar, and beside the line of the limit where that is just behind it
         behind = max(time, limit) if limit is not None and 0 <= limit - time < 0.08 * end else time
-        x, side = (end * 0.985, "right") if cut else (behind + end * 0.012, "left")
-        text = f"{time:.3g}" + (" (cut)" if cut else "")
-        axes.text(x, y + i + 0.03, text, ha=side, va="center", fontsize=8)
+        x, side = (end * 0.985, "right") if is_cut else (behind + end * 0.012, "left")
+        axes.text(x, y + i + 0.03, text + " (cut)" * is_cut, ha=side, va="center", fontsize=8)
     if limit is not None:
         axes.plot([limit, limit], [y - 0.5, y + len(times) - 0.5], color=LIMIT, linewidth=1.6)
 
 
-def _legend(axes, groups, colours):
-    present = dict.fromkeys(who for _, _, times in groups for who, _ in times)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[who]) for who in present]
-    names = list(present)
-    if any(limit is not None for _, limit, _ in groups):
-        handles.append(pyplot.Line2D([], [], color=LIMIT, linewidth=1.6))
-        names.append("limit: a copy of as many bytes")
-    axes.legend(handles, names, loc="lower left", bbox_to_anchor=(-0.4, 1.0), ncols=2, fontsize=8)
+def _legend(axes, has_limit):
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=OURS), pyplot.Line2D([], [], color=LIMIT, linewidth=1.6)]
+    names = ["fusedstep", "limit: a copy of as many bytes"]
+    shown = len(names) if has_limit else 1
+    axes.legend(
+        handles[:shown], names[:shown], loc="lower left", bbox_to_anchor=(-0.4, 1.0), ncols=2, fontsize=8
+    )
 
 
-def points(name, found, colours):
-    """Bytes a parameter against milliseconds: (label, bytes, time, who)."""
+def points(name, found):
+    """Bytes a parameter against milliseconds: (label, bytes, time, whether it is ours)."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _canvas(12, left=0.1)
         axes.grid(axis="both", linewidth=0.6)
+        highest = 1.6 * max(time for _, _, time, is_ours in found if is_ours)
+        found = [_within(highest, *point) for point in found]
         top, right = (max(point[i] for point in found) for i in (2, 1))
-        # labels stand on the side where there is room, and not on each other
-        heights = [
-            _spread([p[2] for p in found if left_of(p[1], right) == side], 0.05 * top) for side in (0, 1)
-        ]
-        for label, size, time, who in found:
-            side = left_of(size, right)
-            axes.plot(size, time, "o", color=colours[who], markersize=6)
-            x = size + (-0.03 if side else 0.03) * right
-            axes.text(x, heights[side][time], label, ha="right" if side else "left", va="center", fontsize=8)
+        for is_left in (False, True):
+            side = [point for point in found if _left_of(point[1], right) == is_left]
+            for (label, size, time, is_ours), y in zip(
+                side, _spread([p[2] for p in side], 0.05 * top), strict=True
+            ):
+                axes.plot(size, time, "o", color=OURS if is_ours else OTHER, markersize=6)
+                x, to = size + (-0.03 if is_left else 0.03) * right, "right" if is_left else "left"
+                axes.text(x, y, label, ha=to, va="center", fontsize=8)
         axes.set(xlim=(0, 1.08 * right), ylim=(0, 1.1 * top))
         axes.set(xlabel="bytes a parameter, with its gradient", ylabel="milliseconds a step")
         return svg(name, figure)
 
 
-def left_of(size, right):
+def _within(highest, label, size, time, is_ours):
+    """A point that would make all others small is drawn at the edge, and says its time."""
+    if time <= highest:
+        return label, size, time, is_ours
+    return f"{label}: {time:.0f} ms", size, highest, is_ours
+
+
+def _left_of(size, right):
     """Whether a label goes to the left of its point: at both ends, where the axis leaves room for it."""
-    return int(not 0.48 * right < size < 0.72 * right)
+    return not 0.48 * right < size < 0.72 * right
 
 
 def _spread(heights, gap):
-    """Where labels stand, by where they should, at least a gap apart."""
-    placed = sorted(set(heights))
-    wanted = list(placed)
+    """Where labels stand, near where they should, but not on each other."""
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    placed = list(heights)
     for _ in range(100):
-        for i in range(1, len(placed)):
-            short = gap - (placed[i] - placed[i - 1])
+        for low, high in itertools.pairwise(order):
+            short = gap - (placed[high] - placed[low])
             if short > 0:
-                placed[i - 1] -= short / 2
-                placed[i] += short / 2
-    return dict(zip(wanted, placed, strict=True))
+                placed[low] -= short / 2
+                placed[high] += short / 2
+    return placed
 
 
 def dumbbells(name, found, ours="fusedstep", peer="torch fused"):
@@ -178,10 +174,9 @@ def dumbbells(name, found, ours="fusedstep", peer="torch fused"):
     with matplotlib.rc_context(_STYLE):
         figure, axes = _canvas(len(found), left=0.42, per_row=0.2)
         labels, own, other = zip(*found, strict=True)
-        theirs = COLOURS["peer2"]
         for y, (a, b) in enumerate(zip(own, other, strict=True)):
-            axes.plot([a, b], [y, y], color=OURS if a <= b else theirs, linewidth=1.4, zorder=1)
-        for times, colour, who in ((own, OURS, ours), (other, theirs, peer)):
+            axes.plot([a, b], [y, y], color=OURS if a <= b else TORCH, linewidth=1.4, zorder=1)
+        for times, colour, who in ((own, OURS, ours), (other, TORCH, peer)):
             axes.plot(times, range(len(found)), "o", color=colour, markersize=5, label=who)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")

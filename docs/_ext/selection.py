@@ -22,10 +22,10 @@ def by_dtype(rows):
 
 
 def beside_peers(rows, model):
-    """Everything that was timed beside someone else's optimizer on a model, without the family."""
-    classes = ("AdamW", "SGD", "Lamb")
-    found = [row for row in rows if row.model == model and row.optimizer in classes and row.others]
-    return [row for row in found if not {"sharded", "grad_scale", "cautious"} & set(row.options)]
+    """What was timed beside someone else's optimizer on a model: the best known, with and without clipping."""
+    found = [row for row in rows if row.model == model and row.optimizer in ("AdamW", "SGD", "Lamb")]
+    plain = {"momentum", "max_grad_norm", "scaler"}
+    return [row for row in found if row.others and set(row.options) <= plain]
 
 
 def along(rows):
