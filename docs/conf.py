@@ -38,6 +38,8 @@ html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+# the API page lists all names
+html_use_index = html_domain_indices = False
 html_copy_source = False
 html_theme_options = {
     "navigation_with_keys": True,

@@ -1,6 +1,7 @@
 """Opens the built site in headless Chromium: every page, desktop and phone, light and dark.
 
-    make docs docs-look        # pictures in a new folder of /tmp, whose name is printed
+    make docs docs-look              # pictures in a new folder of /tmp, whose name is printed
+    python docs/look.py start.html   # only of pages that are named
 
 It ends with an error if an image or link is broken, if a page asks another host for anything or writes an error
 to the console, or if a page is wider than a phone.
@@ -26,12 +27,19 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 FLAGS += ["--disable-component-update", "--disable-sync"]
 # of a page that is taller, the beginning is enough to look at
 TALLEST = 6000
-IN_PAGE = """() => ({
-    width: document.documentElement.scrollWidth,
-    broken: [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src),
-    links: [...document.querySelectorAll("a[href]")].map(a => a.href),
-    ids: [...document.querySelectorAll("[id]")].map(e => e.id),
-})"""
+# a wide table, block of code or formula scrolls by itself; anything else that leaves the window is cut off
+IN_PAGE = """() => {
+    const scrolls = e => e.tagName != "ARTICLE" && (
+        ["auto", "scroll", "hidden"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+    const leaves = e => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e);
+    return {
+        wide: [...document.querySelectorAll("article *")].filter(leaves).map(e => e.outerHTML.slice(0, 80)),
+        width: document.documentElement.scrollWidth,
+        broken: [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src),
+        links: [...document.querySelectorAll("a[href]")].map(a => a.href),
+        ids: [...document.querySelectorAll("[id]")].map(e => e.id),
+    };
+}"""
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -62,6 +70,7 @@ def visit(context, base, name, kind, folder):
     width = WIDTHS[kind[0]]
     if found["width"] > width:
         wrong.append(f"is {found['width']} wide")
+    wrong += [f"wider than the window: {element}" for element in found["wide"]]
     wrong += [f"broken image {image}" for image in found["broken"]]
     picture = folder / f"{name.removesuffix('.html').replace('/', '-')}-{'-'.join(kind)}.png"
     tall = min(tab.evaluate("document.documentElement.scrollHeight"), TALLEST)
@@ -91,7 +100,8 @@ def main():
         sys.exit("found no chromium; install it, on Debian: apt-get install chromium")
     if not (SITE / "index.html").exists():
         sys.exit(f"found no site in {SITE}; run `make docs` first")
-    names = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html") if "_static" not in path.parts)
+    found = (path.relative_to(SITE) for path in SITE.rglob("*.html"))
+    names = sys.argv[1:] or sorted(str(path) for path in found if path.parts[0] != "_static")
     folder, base = Path(tempfile.mkdtemp(prefix="fusedstep-site-")), serve()
     wrong, pages = [], {}
     with sync_playwright() as playwright:

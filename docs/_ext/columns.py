@@ -6,6 +6,7 @@ def definitions(app, what, name, obj, options, lines):
         return
     column = max((_indent(line) for line in lines), default=0)
     result = []
+    goes_on = False
     for line in lines:
         if not line.startswith("    ") or column <= 4:
             result.append(line)
@@ -15,8 +16,12 @@ def definitions(app, what, name, obj, options, lines):
         if term and line[column - 1] != " ":
             # a term that is longer than its column, alone on its line
             term, meaning = line.strip(), ""
-        if term:
+        if term and goes_on:
+            result[-1] = f"{result[-1][:-2]} {term}``"
+        elif term:
             result += ["", f"``{term}``"]
+        # a term of several lines
+        goes_on = bool(term) and term.endswith(",")
         if meaning:
             result.append(f"    {meaning}")
     lines[:] = result

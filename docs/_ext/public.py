@@ -11,15 +11,15 @@ from sphinx.ext.autosummary import Autosummary
 class Public(Autosummary):
     required_arguments = 1
     has_content = False
-    # names that another table has
-    option_spec: ClassVar = {"except": directives.unchanged}
+    # `as`: the module that pages know the names by; `except`: a module whose names another table has
+    option_spec: ClassVar = {"as": directives.unchanged, "except": directives.unchanged}
 
     def run(self):
-        module = importlib.import_module(self.arguments[0])
-        other = self.options.pop("except", None)
-        elsewhere = [] if other is None else importlib.import_module(other).__all__
-        names = sorted(set(module.__all__) - set(elsewhere), key=str.lower)
-        self.content = StringList([f"{module.__name__}.{name}" for name in names])
+        home, other = self.options.pop("as", self.arguments[0]), self.options.pop("except", None)
+        names = set(importlib.import_module(self.arguments[0]).__all__)
+        if other is not None:
+            names -= set(importlib.import_module(other).__all__)
+        self.content = StringList([f"~{home}.{name}" for name in sorted(names, key=str.lower)])
         self.options["nosignatures"] = None
         return super().run()
 
