@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.15.0
 
-.PHONY: demo test test-torch lint bench docs package clean
+.PHONY: demo test test-torch lint bench docs docs-look package clean
 
 demo: .venv/ready
 	$(BIN)/fusedstep demo
@@ -26,12 +26,18 @@ bench: .venv/ready
 
 # every page anew, so that no warning is seen only once; then open docs/_build/html/index.html
 docs: .venv/docs
+	$(BIN)/python docs/performance.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs docs/_build/html
 
 # wheel and sdist, for a release; tests/test_package.py looks into both
 package: .venv/ready
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+
+# the built site in a browser, by hand: needs chromium; prints where its pictures are
+docs-look: .venv/docs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[look]'
+	$(BIN)/python docs/look.py
 
 # the last line marks the environment complete: an interrupted set-up starts over, a complete one needs no network
 .venv/ready: pyproject.toml requirements-dev.txt

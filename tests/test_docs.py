@@ -1,21 +1,36 @@
-"""The pages: every block of Python in them runs, and they speak of everything that is public."""
+"""The pages: their Python runs, their links lead somewhere, and they speak of everything that is public."""
 
 import importlib.util
+import json
 import re
+import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
 
 import fusedstep
-from fusedstep import functional, npu
+from fusedstep import functional, npu, optimizers
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture(scope="module")
+def performance():
+    """The script that makes the performance page."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        yield importlib.import_module("performance")
+    finally:
+        sys.path.remove(str(DOCS))
 
 
 def blocks(page):
@@ -36,8 +51,32 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatc
 
 @pages
 def test_a_page_calls_no_python_by_another_name(page):
-    other = {"", "text", "shell", "{eval-rst}", "{toctree}"}
-    assert {language for language, _, _ in blocks(page)} <= {"python", *other}
+    directives = {"{eval-rst}", "{toctree}", "{facts}", "{include}"}
+    data = {"", "text", "shell", "yaml", "toml", "json"}
+    assert {language for language, _, _ in blocks(page)} <= {"python"} | data | directives
+
+
+@pages
+def test_links_and_images_of_a_page_lead_somewhere(page):
+    text = BLOCK.sub("", page.read_text())
+    for link in LINK.findall(text):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, place = unquote(link).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}, which is not there"
+        if place and target.suffix == ".md":
+            assert place in places(target), f"{page.name} links to {link}: {target.name} has no such heading"
+
+
+def places(page):
+    """What headings of a page can be linked by, as sphinx and GitHub make it: both drop what is no word."""
+    included = re.findall(r"^```{include} (\S+)$", page.read_text(), re.MULTILINE)
+    sources = [page, *(page.parent / path for path in included)]
+    text = "\n".join(BLOCK.sub("", source.read_text()) for source in sources)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads]
+    return {*words, *(re.sub(r"[\W_]+", "-", head.lower()).strip("-") for head in heads)}
 
 
 def test_everything_public_is_described_on_a_page():
@@ -48,6 +87,46 @@ def test_everything_public_is_described_on_a_page():
     own = [f for name, f in vars(functional).items() if not name.startswith("_") and callable(f)]
     public |= {f"{f.__module__}.{f.__name__}" for f in own if f.__module__ == functional.__name__}
     assert public <= described, public - described
+
+
+@pytest.mark.parametrize("name", optimizers.__all__)
+def test_every_optimizer_has_a_page_and_a_row_in_the_family(name):
+    family = (DOCS / "family.md").read_text()
+    row = re.search(rf"^\| \[{name}\]\((optimizers/\w+\.md)\) \|", family, re.MULTILINE)
+    text = (DOCS / row[1]).read_text()
+    assert text.startswith(f"# {name}\n\n```{{facts}} {name}\n")
+    assert f".. autoclass:: fusedstep.{name}\n" in text
+
+
+def test_the_performance_page_is_what_the_results_say(performance):
+    made = (DOCS / "performance.md").read_text()
+    assert made == performance.page(), "run `python docs/performance.py` and commit what it makes"
+
+
+def test_results_are_read_though_rows_have_failed_or_are_of_a_later_version(performance, tmp_path, monkeypatch):
+    results = performance.results
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    shared = {"model": "bert-large", "optimizer": "AdamW", "dtype": "fp32", "options": {}}
+    apex = {"device": 3.0, "host": 1.0, "memory": 800, "note": "fp32 states"}
+    sides = {"ours": {"device": 2.0, "wall": 5.0}, "peers": {"apex": apex, "torch fused": {"device": None}}}
+    found = [{**shared, **sides, "parameters": 100, "left_out": {"timm": "ImportError"}}]
+    found += [{**shared, "dtype": "bf16", "wrong": "by 3"}, {**shared, "model": "mine", "failed": "memory"}]
+    (tmp_path / "cuda-x.json").write_text(json.dumps({"device": "X", "results": found}))
+    (tmp_path / "cuda-x-part.json").write_text(json.dumps({"results": [{**shared, "ours": 9.0}]}))
+
+    (row,) = results.rows("cuda")
+    assert (row.ours, row.limit, row.share) == (2.0, None, None)
+    assert row.others == {"apex": 3.0}
+    assert row.allocated == {"apex": 8.0}
+    assert performance.others(row) == "apex 3.00 (fp32 states)"
+
+
+def test_the_decision_page_has_the_numbers_of_other_pages():
+    text = re.sub(r"`[^`]*`", "", BLOCK.sub("", (DOCS / "choose.md").read_text()))
+    elsewhere = (DOCS / "performance.md").read_text() + (DOCS / "memory.md").read_text()
+    numbers = set(re.findall(r"\d+\.\d\d\b", text))
+    assert len(numbers) > 8
+    assert numbers <= set(re.findall(r"\d+\.\d\d\b", elsewhere))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
