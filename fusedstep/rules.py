@@ -26,8 +26,10 @@ numbers the same function just computes: `lion(1.0, 2.0, 0.0, lr=0.5, ...)`.
                        begin as zeros; `where(step == 1, start, m)` has them begin as something else
     options            by keyword: numbers of the group, whatever they are made of is computed once per tensor
     step, numel        by keyword: which update of the tensor this is, from 1 on; its number of elements
+    rows, columns      by keyword: of the matrices that the tensor consists of
     total(x)           the sum over the tensor, for what is computed after it; largest(x), its largest |x|
     total_over_all(x)  the sum over all tensors of the optimizer
+    staged(x, stage)   what a `Stage` makes of all `x` of the tensor together, such as products of matrices
     scalars            kept once for each tensor, as a 0-dim entry of its state; returned after the states
     group_scalars      kept once for each group, as a 0-dim tensor in `param_groups`; returned last
 """

@@ -235,7 +235,7 @@ def make_row(
     param = found_master(p, state) or param_format(whole, storage, settings.owner)
     states = [there[name] or state_format(whole, rule, name, storage) for name in names]
     formats = (param, plain_format(g), *states)
-    formats += _stage_formats(whole, rule, formats)
+    formats += stage_formats(whole, rule, formats)
     program = program_of(update, settings.spec, formats)
     kept = [state[plane.name] for plane in program.state_planes if plane.name in state]
     old = [local(t) for t in kept if isinstance(t, Tensor) and t.dtype.is_floating_point]
@@ -297,7 +297,7 @@ def make_row(
     return row
 
 
-def _stage_formats(p: Tensor, rule: Rule, formats: tuple[Format, ...]) -> tuple[Format, ...]:
+def stage_formats(p: Tensor, rule: Rule, formats: tuple[Format, ...]) -> tuple[Format, ...]:
     """How that is stored which stages read and write; raises where one cannot work on the parameter."""
     found: list[Format] = []
     for stage in rule.stages:

@@ -27,7 +27,7 @@ import fusedstep
 from fusedstep._algorithm.formats import BLOCK, Plane
 from fusedstep._algorithm.program import ONLY_UPDATE, Program, slot_names
 from fusedstep._memory.layout import dense_strides, lies_like, row_strides
-from fusedstep._memory.row import Update, program_of
+from fusedstep._memory.row import Update, program_of, stage_formats
 from fusedstep._memory.shards import local
 from fusedstep._memory.storage import (
     MASTERS,
@@ -63,17 +63,25 @@ class Setting(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """What is there between two steps, and `stand_ins` for tensors that do not lie as a step needs them."""
+    """What is there between two steps; `stand_ins` for tensors that do not lie as a step needs them, and the
+    workspace of stages.
+    """
 
     parameter: int
     gradient: int = 0
     master: int = 0
     states: int = 0
     stand_ins: int = 0
+    workspace: int = 0
 
     @property
     def at_rest(self) -> int:
-        return sum(self) - self.stand_ins
+        return sum(self[:4])
+
+    @property
+    def during_a_step(self) -> int:
+        """What is there besides."""
+        return self.stand_ins + self.workspace
 
 
 class Measured(NamedTuple):
@@ -121,7 +129,7 @@ def memory(
     rows = []
     for setting in settings:
         try:
-            expected = predicted(make([p for _, p in named], **setting._asdict()))
+            expected = predicted(make(groups_of(make, named), **setting._asdict()))
         except (RuntimeError, ValueError) as error:
             console.print(f"{setting}: {error}")
             continue
@@ -234,20 +242,36 @@ def settings_for(make: Callable[..., Any], dtype: torch.dtype) -> list[Setting]:
     return [*found.values()]
 
 
+def groups_of(make: Callable[..., Any], named: Named) -> list[Any]:
+    """Parameters as an optimizer takes them: of Muon's, AdamW steps what is no matrix."""
+    params = [p for _, p in named]
+    if getattr(make, "func", make) is not fusedstep.Muon:
+        return params
+    groups = [
+        {"params": [p for p in params if 2 <= p.dim() <= 3]},
+        {"params": [p for p in params if p.dim() > 3], "flatten": True},
+        {"params": [p for p in params if p.dim() < 2], "use_muon": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def stored(p: Tensor, update: Update, owner: str) -> tuple[Program, int]:
     """The program that will step a parameter, which knows all planes, and how many of them are its master's."""
     of_param = param_format(p, update.storage, owner)
     _, _, *names = slot_names(update.rule, update.averages)
     states = [state_format(p, update.rule, name, update.storage) for name in names]
     masters = len(of_param.planes("param")) - 1
-    return program_of(update, ONLY_UPDATE, (of_param, plain_format(p), *states)), masters
+    formats = (of_param, plain_format(p), *states)
+    return program_of(update, ONLY_UPDATE, formats + stage_formats(p, update.rule, formats)), masters
 
 
 def predicted(optimizer: Any) -> Bytes:
     """What the parameters of an optimizer will take, with their gradients and all that it keeps for them."""
     owner = type(optimizer).__name__
     pairs = [(p, optimizer.update_of(group)) for group in optimizer.param_groups for p in group["params"]]
-    return Bytes(*map(sum, zip(*(of_tensor(p, update, owner) for p, update in pairs), strict=True)))
+    found = Bytes(*map(sum, zip(*(of_tensor(p, update, owner) for p, update in pairs), strict=True)))
+    # what it does not hold takes turns
+    return found._replace(workspace=min(found.workspace, optimizer.workspace_bytes))
 
 
 def of_tensor(p: Tensor, update: Update, owner: str) -> Bytes:
@@ -255,12 +279,14 @@ def of_tensor(p: Tensor, update: Update, owner: str) -> Bytes:
     if not p.requires_grad:
         return Bytes(local(p).numel() * p.itemsize)
     program, masters = stored(p, update, owner)
-    param, grad, *others = (_size(plane, p) for plane in program.planes)
+    param, grad, *others = (_size(plane, p) for plane in (*program.planes[:2], *program.state_planes))
+    # as much again for what a stage computes, or more: as much as it may
+    workspace = 2 * sum(_size(program.planes[staged.source], p) for staged in program.stages)
     count = _get_scalar_dtype().itemsize if program.saves_step else 0
     # as the rows of a plan want it
-    strides = row_strides(p) if program.is_row_major else dense_strides(p)
+    strides = row_strides(p) if program.is_row_major or program.stages else dense_strides(p)
     stand_ins = 0 if lies_like(p, strides) else param + grad
-    return Bytes(param, grad, sum(others[:masters]), sum(others[masters:]) + count, stand_ins)
+    return Bytes(param, grad, sum(others[:masters]), sum(others[masters:]) + count, stand_ins, workspace)
 
 
 def _size(plane: Plane, p: Tensor) -> int:
@@ -270,7 +296,7 @@ def _size(plane: Plane, p: Tensor) -> int:
 
 def kept_in_float32(named: Named, make: Callable[..., Any]) -> list[Kept]:
     """By reason, with the names of all."""
-    optimizer = make([p for _, p in named], state_dtype="int8")
+    optimizer = make(groups_of(make, named), state_dtype="int8")
     update = optimizer.update_of(optimizer.param_groups[0])
     found: dict[str, list[tuple[str, int]]] = {}
     for name, p in named if update.rule.states else ():
@@ -289,7 +315,7 @@ def measured(named: Named, make: Callable[..., Any], setting: Setting, device: s
     gc.collect()
     before = torch.cuda.memory_allocated() if on_gpu else 0
     params = [_allocated(p, device) for _, p in named]
-    optimizer = make(params, **setting._asdict())
+    optimizer = make(groups_of(make, [("", p) for p in params]), **setting._asdict())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
@@ -318,7 +344,7 @@ def table(title: str, rows: list[Row], elements: int, device: str) -> Table:
     for column in columns + ["measured", "peak", "off by"] * shows:
         view.add_column(column, justify="left" if column in names else "right", no_wrap=column in names)
     for setting, expected, found in rows:
-        parts = [*expected[:-1], expected.at_rest]
+        parts = [*expected[:4], expected.at_rest]
         cells = [f"{part / elements:.3f}" for part in parts]
         cells += [f"{expected.at_rest / 1e9:.3f}", _added(expected)]
         if found is not None:
@@ -330,14 +356,14 @@ def table(title: str, rows: list[Row], elements: int, device: str) -> Table:
 
 def _added(expected: Bytes) -> str:
     """What engines allocate beside: tables, and nothing else for an element that lies as it should."""
-    return "tables" if not expected.stand_ins else f"tables, {expected.stand_ins / 1e9:.3f} GB"
+    return "tables" if not expected.during_a_step else f"tables, {expected.during_a_step / 1e9:.3f} GB"
 
 
 def _deviation(expected: Bytes, found: Measured) -> float:
     """Of the most that was measured."""
     if found.peak is None:
         return found.at_rest / expected.at_rest - 1
-    return found.peak / (expected.at_rest + expected.stand_ins) - 1
+    return found.peak / (expected.at_rest + expected.during_a_step) - 1
 
 
 def table_of_kept(kept: list[Kept], elements: int) -> Table:

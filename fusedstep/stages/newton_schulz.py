@@ -92,8 +92,9 @@ class NewtonSchulz(Stage):
     row_decay: float | None = None
 
     def dtypes(self, device: torch.device, compute: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        # with the range of bfloat16, because its norm is not known yet
-        return (torch.bfloat16, torch.float16) if device.type == "cuda" else (compute, compute)
+        # with the range of bfloat16, because its norm is not known yet; memory is predicted on meta
+        narrow = device.type in ("cuda", "meta")
+        return (torch.bfloat16, torch.float16) if narrow else (compute, compute)
 
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         rows, columns = self._whole(shape)
