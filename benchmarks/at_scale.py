@@ -24,8 +24,9 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor, Shard
 
 import fusedstep
-from fusedstep.cli.bench import Work, bytes_per_parameter, passes_of
+from fusedstep.cli.moved import bytes_per_parameter, program_of
 from fusedstep.cli.shapes import MODELS
+from fusedstep.cli.works import Work
 
 HERE = Path(__file__).parent
 GPUS_PER_NODE = 8
@@ -44,11 +45,16 @@ class Kind(NamedTuple):
     @property
     def sums(self) -> int:
         """Of every tensor, over all ranks that hold parts of it."""
-        return sum(len(a_pass.kinds) for a_pass in passes_of(self.work))
+        return sum(map(len, self._kinds))
 
     @property
     def all_reduces(self) -> int:
-        return sum(len([*groupby(a_pass.kinds)]) for a_pass in passes_of(self.work))
+        return sum(len([*groupby(kinds)]) for kinds in self._kinds)
+
+    @property
+    def _kinds(self) -> list[list[str]]:
+        """How each sweep sums."""
+        return [[fold.kind for fold in sweep.folds] for sweep in program_of(self.work).sweeps]
 
 
 KINDS = [

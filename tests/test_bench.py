@@ -1,32 +1,44 @@
-"""What `fusedstep bench` runs, counts, refuses and leaves behind; not how fast anything is."""
+"""What `fusedstep bench` runs, refuses and leaves behind; not how fast anything is."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-import fusedstep
-from fusedstep.cli import bench
+from fusedstep.cli import report, works
 from fusedstep.cli.__main__ import app
+from fusedstep.cli.contender import stored
+from fusedstep.cli.moved import bytes_per_parameter
+from fusedstep.cli.works import CPU, GPU
+
+from .bench_runs import ROOT, a_tiny_model, quick, result_of, row_of, rows_of, run  # noqa: F401
 
 
-def run(*args):
-    return CliRunner().invoke(app, ["bench", "--device", "cpu", "--rounds", "1", *args])
-
-
-def test_it_leaves_a_raw_result_and_a_chart(tmp_path):
+def test_it_leaves_a_raw_result_a_picture_and_a_report(tmp_path):
     done = run("--only", "1000 x 64 SGD", "--output", str(tmp_path), "--commit", "abc")
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("cpu-*.json")
     found = json.loads(path.read_text())
     assert found["commit"] == "abc"
     assert found["torch"] == torch.__version__
+    assert found["peers"]["torch fused"] == torch.__version__
     (row,) = found["results"]
     assert (row["model"], row["optimizer"], row["dtype"]) == ("1000 x 64", "SGD", "fp32")
-    assert row["ours"]["host"] > 0
-    assert row["peers"]["torch.optim.SGD"]["host"] > 0
+    assert row["bytes"] == 20 * 64000
+    assert row["limit"] == row["bytes"] / 1e7
+    for side in (row["ours"], row["peers"]["torch fused"]):
+        assert min(side["device"], side["host"], side["wall"]) > 0
+        low, high = side["quartiles"]["device"]
+        assert low <= side["device"] <= high
+        # a momentum buffer
+        assert 4 * 64000 <= side["memory"] <= 4.1 * 64000
     assert path.with_suffix(".png").stat().st_size > 1000
+    assert "1000 x 64" in path.with_suffix(".html").read_text()
 
 
 def test_a_part_does_not_replace_the_whole(tmp_path):
@@ -35,77 +47,118 @@ def test_a_part_does_not_replace_the_whole(tmp_path):
     assert len([*tmp_path.glob("cpu-*1000-x-64-SGD*.json")]) == 2
 
 
-def test_work_that_there_is_not_is_refused(tmp_path):
-    done = run("--only", "nothing", "--output", str(tmp_path))
-    assert done.exit_code == 2
-    assert "found no work named 'nothing'" in done.output
-    assert not [*tmp_path.iterdir()]
+def test_a_raw_result_is_shown_again(tmp_path):
+    reference = ROOT / "benchmarks" / "cuda-nvidia-h200.json"
+    done = run("--read", str(reference), "--only", "resnet-50 AdamW", "--output", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert [row["model"] for row in rows_of(next(tmp_path.glob("*.json")))] == ["resnet-50"] * 3
+    assert run("--read", str(reference), "--only", "nothing").exit_code == 2
 
 
-def test_the_chart_has_a_bar_for_every_row_beside_torch(tmp_path, monkeypatch):
+def test_the_report_asks_for_nothing_and_says_all():
+    wrong = {**row_of("<other>"), "wrong": "off by 1"}
+    page = report.page(result_of(row_of(left_out={"apex": "OutOfMemoryError: <b>"}), wrong))
+    assert not re.search(r"https?:|src=|@import|url\(|<script", page)
+    for told in (
+        "AdamW(), fp32",
+        "50 % of the limit",
+        "1.50 times ours",
+        "90 ms",
+        "WRONG: off by 1",
+        "&lt;b&gt;",
+    ):
+        assert told in page
+    assert "&lt;other&gt;" in page
+    assert "prefers-color-scheme: dark" in page
+    # timm's bar is cut: five times ours is the whole width
+    assert page.count('class="bar cut"') == 1
+    assert "left:10.00%" in page
+
+
+def test_the_picture_shows_rows_with_most_beside_them_against_the_limit(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    bars, real = [], Axes.barh
-    monkeypatch.setattr(Axes, "barh", lambda *args, **kw: bars.append(args[1:3]) or real(*args, **kw))
-    ours, theirs, own = {"device": 1.0, "host": 2.0}, {"device": 6.0, "host": 4.0}, {"device": 9.0, "host": 9.0}
-    row = {"model": "m", "optimizer": "AdamW", "dtype": "fp32", "ours": ours}
-    results = [
-        {**row, "options": {}, "peers": {"torch.optim.AdamW": theirs}},
-        {**row, "options": {"statistics": True}, "peers": {"fusedstep.AdamW": own}},
-        {**row, "options": {"sharded": True}, "peers": {"fusedstep.AdamW": own, "torch.optim.AdamW": theirs}},
-    ]
-    bench.chart(results, {"device": "d", "torch": "t"}, tmp_path / "chart.png")
-    assert bars == [(["m  AdamW()  fp32", "m  AdamW(sharded=True)  fp32"], [3.0, 3.0])]
+    bars, lines = [], []
+    barh, axvline = Axes.barh, Axes.axvline
+    monkeypatch.setattr(Axes, "barh", lambda *args, **kw: bars.append(args[1:3]) or barh(*args, **kw))
+    monkeypatch.setattr(Axes, "axvline", lambda *args, **kw: lines.append(args[1]) or axvline(*args, **kw))
+    alone, wrong = row_of(peers=()), {**row_of(optimizer="Lion"), "wrong": "off by 1"}
+    report.picture(result_of(alone, row_of(), wrong), tmp_path / "chart.png")
+    names = ["fusedstep", "torch fused", "timm"]
+    # in a row behind, on the device before it
+    assert bars == [(names, [2.0, 3.0, 10.0])] * 2
+    assert lines == [1.0]
+
+
+# a case of one's own
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine_of_test.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2).bfloat16())\n"
+        "    model[0].bias.requires_grad_(False)\n"
+        "    return model\n"
+        "def wide(width, *, depth=2): ...\n"
+        "def nothing(): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_a_model_of_ones_own(mine):
+    done = run(
+        "--model", "mine_of_test:make", "--optimizer", "lion", "--option", "betas=0.8,0.95", "--json", "a.json"
+    )
+    assert done.exit_code == 0, done.output
+    (row,) = rows_of(mine / "a.json")
+    assert (row["optimizer"], row["options"], row["dtype"]) == ("Lion", {"betas": [0.8, 0.95]}, "mixed")
+    assert (row["tensors"], row["parameters"]) == (3, 32 + 10)
+    assert row["bytes"] == 20 * 32 + 10 * 10
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "dtype", "count"),
+    ("name", "message"),
     [
-        ("SGD", {}, "fp32", 12),
-        ("SGD", {"momentum": 0.9}, "fp32", 20),
-        ("AdamW", {}, "fp32", 28),
-        ("AdamW", {"sharded": True}, "fp32", 28),
-        ("AdamW", {}, "bf16", 14),
-        ("AdamW", {}, "bf16/fp32", 22),
-        ("AdamW", {"statistics": True}, "fp32", 28),
-        ("AdamW", {"max_grad_norm": 1.0, "skip_nonfinite": True}, "fp32", 32),
-        ("AdamW", {"ema_decay": 0.9}, "bf16", 22),
-        ("AdamW", {"grad_scale": 1.0}, "fp32", 32),
-        ("AdamW", {"grad_scale": 1.0}, "bf16/fp32", 24),
-        ("Lamb", {"grad_scale": 1.0, "max_grad_norm": None}, "fp32", 44),
-        ("Lamb", {"grad_scale": 1.0}, "bf16", 26),
-        ("Lamb", {"max_grad_norm": None}, "fp32", 40),
-        ("Lamb", {}, "fp32", 44),
-        ("Lamb", {}, "bf16", 24),
-        ("BertAdam", {}, "fp32", 32),
-        ("functional.adamw_", {}, "fp32", 28),
+        ("mine_of_test:wide", r"needs arguments \(width\)"),
+        ("mine_of_test:nothing", "returned NoneType"),
+        ("mine_of_test:absent", "cannot be found"),
+        ("bert", "found 'bert'; use one of bert-base"),
     ],
 )
-def test_bytes_that_must_move(optimizer, options, dtype, count):
-    assert bench.bytes_per_parameter(bench.Work("", optimizer, options, dtype, ())) == count
+def test_a_model_that_cannot_be_made_is_said(name, message, mine):
+    done = run("--model", name)
+    assert done.exit_code == 2
+    assert re.search(message, " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split()))
 
 
-def test_a_step_that_unscales_is_timed_beside_torchs():
-    work = bench.Work("1000 x 64", "AdamW", {"grad_scale": 1.0}, "fp32", ("torch.optim.AdamW",))
-    assert bench.measure(work, "cpu", 1, None)["peers"]["torch.optim.AdamW"]["host"] > 0
-    assert work._replace(model="bert-large") in bench.GPU
+def test_storage_and_engine_are_options(tiny, tmp_path):
+    stores = ("--state-dtype", "int8", "--master", "split", "--engine", "torch", "--dtype", "bf16")
+    done = run("--model", tiny, *stores, "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    (row,) = rows_of(tmp_path / "a.json")
+    assert row["options"] == {"state_dtype": "int8", "master": "split", "engine": "torch"}
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)
-def test_a_wrong_result_is_not_timed(options, monkeypatch):
-    work = bench.Work("1000 x 64", "AdamW", options, "fp32", ())
-    bench.check(work, "cpu")
-    real = fusedstep.AdamW.step
-
-    def wrong(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        if self.engine is None:
-            for p in self.param_groups[0]["params"]:
-                p.data += 1e-3
-
-    monkeypatch.setattr(fusedstep.AdamW, "step", wrong)
-    with pytest.raises(RuntimeError, match=r"is off by .* and is not timed"):
-        bench.check(work, "cpu")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--only", "nothing"), "found no work named 'nothing'"),
+        (("--option", "momentum=0.9"), "found --option alone"),
+        (("--optimizer", "SGD", "--option", "momentu=0.9"), "SGD takes no ['momentu']"),
+        (("--optimizer", "SGD", "--option", "momentum"), "use name=value"),
+        (("--optimizer", "Adamm"), "there is no optimizer 'Adamm'"),
+        (("--optimizer", "SGD", "--dtype", "fp8"), "found 'fp8'; use one of fp32"),
+    ],
+)
+def test_what_cannot_be_is_refused(args, message, tmp_path):
+    done = run(*args, "--output", str(tmp_path))
+    assert done.exit_code == 2
+    assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(("device", "message"), [("tpu", "use cpu or cuda"), ("cuda", "use --device cpu")])
@@ -114,3 +167,43 @@ def test_devices_that_are_not_there_are_refused(device, message, monkeypatch):
     done = CliRunner().invoke(app, ["bench", "--device", device])
     assert done.exit_code != 0
     assert message in done.output
+
+
+def test_every_case_of_the_table_can_be_made():
+    for work in {work._replace(model="", peers=()) for work in map(hashable, CPU + GPU)}:
+        work = work._replace(options=dict(work.options))
+        assert bytes_per_parameter(work) > 0
+        assert stored(work, [torch.ones(1, dtype=works.DTYPES[work.dtype][0])]).states
+
+
+def hashable(work):
+    return work._replace(options=tuple(work.options.items()))
+
+
+# scripts beside
+
+
+def script(name, *args):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_end_to_end_script_runs(tmp_path):
+    pytest.importorskip("transformers")
+    short = ("--device", "cpu", "--small", "--blocks", "1", "--iterations", "2", "--commit", "abc")
+    done = script("end_to_end.py", *short, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("end-to-end-small-cpu-*.json")
+    found = json.loads(path.read_text())
+    assert min(found["ours"]["median"], found["torch fused"]["median"]) > 0
+
+
+def test_building_apex_says_what_it_needs(tmp_path):
+    done = script("build_apex.py", str(tmp_path))
+    assert done.returncode == 1
+    assert "put a checkout of NVIDIA/apex into" in done.stderr

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import importlib
 import itertools
 import json
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -38,7 +36,8 @@ from fusedstep._memory.storage import (
     why_not_int8,
 )
 
-from .bench import environment
+from .environment import environment
+from .factory import factory
 from .shapes import MODELS
 
 # parameters without memory, and their names
@@ -180,7 +179,7 @@ def parameters_of(model: str, dtype: torch.dtype) -> Named:
         return [
             (str(shape), _without_memory(torch.empty(shape, device="meta"), dtype)) for shape in MODELS[model]
         ]
-    made = _made_by(_factory(model))
+    made = _made_by(factory(model))
     if not isinstance(made, nn.Module):
         message = f"{model} returned {type(made).__name__}; name a function that returns a torch.nn.Module"
         raise typer.BadParameter(message, param_hint="--model")
@@ -194,24 +193,6 @@ def _without_memory(p: Tensor, dtype: torch.dtype) -> nn.Parameter:
     trains = p.requires_grad or not isinstance(p, nn.Parameter)
     kept = p.detach().to("meta", dtype if p.is_floating_point() else p.dtype)
     return nn.Parameter(kept, requires_grad=trains)
-
-
-def _factory(model: str) -> Callable[[], Any]:
-    module, _, name = model.partition(":")
-    if not name:
-        message = f"found {model!r}; use one of {', '.join(MODELS)}, or module:factory, as mine.models:make"
-        raise typer.BadParameter(message, param_hint="--model")
-    # as `python -m` does
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module)
-        return functools.reduce(getattr, name.split("."), found)
-    except (ImportError, AttributeError) as error:
-        message = (
-            f"{model} cannot be found: {error}; use module:factory, where `python -c 'import module'` works"
-        )
-        raise typer.BadParameter(message, param_hint="--model") from error
 
 
 def _made_by(factory: Callable[[], Any]) -> Any:
@@ -247,7 +228,7 @@ def groups_of(make: Callable[..., Any], named: Named) -> list[Any]:
     params = [p for _, p in named]
     if getattr(make, "func", make) is not fusedstep.Muon:
         return params
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in params if 2 <= p.dim() <= 3]},
         {"params": [p for p in params if p.dim() > 3], "flatten": True},
         {"params": [p for p in params if p.dim() < 2], "use_muon": False},

@@ -1,13 +1,14 @@
-"""How steps are timed: interleaved with the peer's, medians of many, on the device and on the host."""
+"""How steps are timed: interleaved with the peers', many of each, on the device, on the host and in a row."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,23 +31,60 @@ def _parts(step: Step) -> tuple[Step, Step]:
     return (step.before, step.step) if isinstance(step, Prepared) else (lambda: None, step)
 
 
-class Times(NamedTuple):
-    """Milliseconds: busy on the device, and until step() returns. On a CPU both are the same."""
+class Spread(NamedTuple):
+    """Milliseconds: the median of samples, their quartiles, and how many there are."""
 
-    device: float
-    host: float
+    median: float
+    low: float
+    high: float
+    samples: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Spread:
+        found = sorted(samples)
+        low, high = (found[len(found) * quarter // 4] for quarter in (1, 3))
+        return Spread(statistics.median(found), low, high, len(found))
+
+
+class Times(NamedTuple):
+    """Busy on the device, until step() returns, and of one step of many in a row. On a CPU all are the same.
+
+    In a row counts what is done before a step, too, if it needs something: as little as handing over gradients.
+    """
+
+    device: Spread
+    host: Spread
+    wall: Spread
+
+    def raw(self) -> dict[str, Any]:
+        """Medians by their names, and beside them how far samples are apart."""
+        medians = {kind: spread.median for kind, spread in self._asdict().items()}
+        quartiles = {kind: [spread.low, spread.high] for kind, spread in self._asdict().items()}
+        return {**medians, "quartiles": quartiles, "samples": self.device.samples}
+
+
+# seconds after which a step that takes long has had its share: of all rounds on a CPU, of a turn on a GPU
+_LONGEST = 4.0
+_LONGEST_TURN = 0.25
+_FEWEST = 3
 
 
 def on_cpu(steps: Sequence[Step], rounds: int) -> list[Times]:
-    """The steps in turn, so that all of them see the same noise."""
+    """The steps in turn, so that all of them see the same noise; one that takes long not in every round."""
     samples: list[list[float]] = [[] for _ in steps]
-    for _ in range(rounds):
-        for (before, step), times in zip(map(_parts, steps), samples, strict=True):
+    every = [1] * len(steps)
+    for i in range(rounds):
+        for k, (before, step) in enumerate(map(_parts, steps)):
+            if i % every[k]:
+                continue
             before()
             begin = time.perf_counter()
             step()
-            times.append(1e3 * (time.perf_counter() - begin))
-    return [Times(statistics.median(times), statistics.median(times)) for times in samples]
+            seconds = time.perf_counter() - begin
+            samples[k].append(1e3 * seconds)
+            if i == 0:
+                every[k] = max(1, min(rounds // _FEWEST, math.ceil(rounds * seconds / _LONGEST)))
+    return [Times(*[Spread.of(found)] * 3) for found in samples]
 
 
 # how often all steps take turns on a GPU: its host has slow and fast seconds, which all must see
@@ -56,26 +94,39 @@ _WARM_UP = 2
 
 
 def on_gpu(steps: Sequence[Step], rounds: int) -> list[Times]:
-    """A few of each in turn, about three times as many as `rounds` in all."""
+    """A few of each in turn, about three times as many as `rounds` in all; fewer of one that takes long."""
     device: list[list[float]] = [[] for _ in steps]
     host: list[list[float]] = [[] for _ in steps]
-    in_turn = max(1, 3 * rounds // _TURNS)
+    wall: list[list[float]] = [[] for _ in steps]
+    in_turn = [min(max(1, 3 * rounds // _TURNS), max(1, int(_LONGEST_TURN / _seconds(s)))) for s in steps]
     for _ in range(_TURNS):
-        for step, on_host, on_device in zip(steps, host, device, strict=True):
-            on_host += _host_times(step, in_turn)
-            on_device += _device_times(step, in_turn, statistics.median(on_host))
-    return [Times(statistics.median(d), statistics.median(h)) for d, h in zip(device, host, strict=True)]
+        for k, step in enumerate(steps):
+            host[k] += _host_times(step, in_turn[k])
+            device[k] += _device_times(step, in_turn[k], statistics.median(host[k]))
+            wall[k].append(_wall_time(step, in_turn[k]))
+    return [Times(*map(Spread.of, found)) for found in zip(device, host, wall, strict=True)]
+
+
+def _seconds(step: Step) -> float:
+    """About what a step takes, the device waited for."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def _host_times(step: Step, rounds: int) -> list[float]:
     times, (before, step) = [], _parts(step)
-    for _ in range(_WARM_UP + rounds):
+    # where one is so long that it is taken alone, caches do not matter
+    warm_up = _WARM_UP if rounds > 1 else 0
+    for _ in range(warm_up + rounds):
         before()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         step()
         times.append(1e3 * (time.perf_counter() - begin))
-    return times[_WARM_UP:]
+    return times[warm_up:]
 
 
 def _device_times(step: Step, rounds: int, host: float) -> list[float]:
@@ -94,9 +145,26 @@ def _device_times(step: Step, rounds: int, host: float) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per millisecond by a large copy on the GPU: the limit of any update."""
-    source = torch.randn(1 << 28, device="cuda")
+def _wall_time(step: Step, rounds: int) -> float:
+    """Of one of several in a row, the device waited for once: what a loop around nothing but steps takes."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        step()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin) / rounds
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written per millisecond by a large copy on this device: the limit of any update."""
+    # on a CPU eight times what its caches hold, mostly; a copy takes as many threads as torch has
+    source = torch.randn(1 << (28 if device == "cuda" else 26), device=device)
     target = torch.empty_like(source)
-    milliseconds = statistics.median(_device_times(lambda: target.copy_(source), 20, host=0.05))
+    copy = lambda: target.copy_(source)
+    copy()
+    if device == "cuda":
+        milliseconds = statistics.median(_device_times(copy, 20, host=0.05))
+    else:
+        # the fastest: what others do on the same cores at times is not the limit's
+        milliseconds = min(on_cpu([copy], 1)[0].device.median for _ in range(20))
     return 2 * source.numel() * source.element_size() / milliseconds

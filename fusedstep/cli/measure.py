@@ -1,0 +1,138 @@
+"""One row of `fusedstep bench`: ours and its peers are checked, started, and timed in turn."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import timing
+from .contender import Contender, Made, dtype_of_all, limit_of, of_peer, ours, plain, started, stored
+from .moved import bytes_moved
+from .parameters import dtype_of, parameters
+from .peer import INT8, Peer
+from .peers import beside
+from .right import Trial
+from .works import DTYPES, Work
+
+# peers may round each operation where ours rounds once
+_PEERS_MAY_BE_OFF = 16
+
+
+class Setup(NamedTuple):
+    """How rows are measured: where, how often, what a copy moves there, and whom to time beside."""
+
+    device: str
+    rounds: int = 20
+    # bytes a millisecond; None leaves the limit out
+    bandwidth: float | None = None
+    # parts of names; nothing is everybody who starts quickly, "all" everybody
+    peers: tuple[str, ...] = ()
+
+    def wants(self, name: str) -> bool:
+        return not self.peers or "all" in self.peers or any(part in name for part in self.peers)
+
+
+def measure(work: Work, setup: Setup) -> dict[str, Any]:
+    """A row of the result; one that is wrong, or fails, has the reason and no times."""
+    try:
+        return _measure(work, setup)
+    except Exception as error:  # one row that fails must not cost the others
+        return {**_row(work), "failed": f"{type(error).__name__}: {_first_line(error)}"}
+    finally:
+        _clean_up(setup.device)
+
+
+def _measure(work: Work, setup: Setup) -> dict[str, Any]:
+    params = parameters(work, setup.device)
+    if work.dtype not in DTYPES:
+        work = work._replace(dtype=dtype_of(params))
+    row = {**_row(work), "tensors": len(params), "parameters": sum(p.numel() for p in params)}
+    trial = None
+    # a function is timed beside the class that is checked
+    if work.optimizer != "functional.adamw_":
+        trial = Trial(work, params)
+        wrong = trial.disagreement(ours)
+        if wrong:
+            return {**row, "wrong": wrong}
+    # gradients are given back to the next: some steps drop them
+    grads = [p.grad for p in params]
+    first = started("ours", functools.partial(ours, work, params), setup.device)
+    assert first is not None
+    others, left_out = _others(work, params, setup, trial, grads)
+    times = (timing.on_cpu if setup.device == "cpu" else timing.on_gpu)(
+        [c.step for c in (first, *others)], setup.rounds
+    )
+    found = [_told(c, t) for c, t in zip((first, *others), times, strict=True)]
+    row = {**row, "ours": found[0], "peers": dict(zip([c.name for c in others], found[1:], strict=True))}
+    row["bytes"] = bytes_moved(work, params)
+    if setup.bandwidth is not None:
+        row["limit"] = row["bytes"] / setup.bandwidth
+    return {**row, "left_out": left_out} if left_out else row
+
+
+def _row(work: Work) -> dict[str, Any]:
+    return {name: value for name, value in work._asdict().items() if name != "peers"}
+
+
+def _told(contender: Contender, times: timing.Times) -> dict[str, Any]:
+    note = {"note": contender.note} if contender.note else {}
+    return {**times.raw(), "memory": contender.memory, **note}
+
+
+def _others(
+    work: Work, params: list[Any], setup: Setup, trial: Trial | None, grads: list[Any]
+) -> tuple[list[Contender], dict[str, str]]:
+    """Everybody beside ours who could be started, and of those who could not, why."""
+    found: list[Contender] = []
+    left_out: dict[str, str] = {}
+    peers = beside(work.optimizer, setup.device, (*work.peers, *setup.peers))
+    makes: dict[str, tuple[Callable[[], Made | None], Callable[[], str]]] = {
+        name: (functools.partial(ours, plain(work), params), lambda: "")
+        for name in work.peers
+        if name.startswith("fusedstep.")
+    }
+    for peer in peers:
+        told = functools.partial(_note, peer, work, params, trial)
+        makes[peer.name] = functools.partial(of_peer, peer, work, params), told
+    for name, (make, note) in makes.items():
+        if not setup.wants(name):
+            continue
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        try:
+            made = started(name, make, setup.device, note())
+            found += [made] if made is not None else []
+        except Exception as error:  # out of memory, a compiler that is missing: every package has its own
+            left_out[name] = f"{type(error).__name__}: {_first_line(error)}"
+    return found, left_out
+
+
+def _note(peer: Peer, work: Work, params: list[Any], trial: Trial | None) -> str:
+    """How a peer's work differs from ours, and whether its numbers do where they should not."""
+    of_param = str(dtype_of_all(params)).removeprefix("torch.")
+    its = stored(work, params)
+    stores = peer.note(its, of_param)
+    clips = limit_of(work) is not None and not peer.clips(work.optimizer)
+    notes = [stores, "with clip_grad_norm_" if clips else ""]
+    # in 8 bits everybody rounds otherwise
+    if not stores and its.states != INT8 and trial is not None:
+        notes.append(trial.disagreement(functools.partial(of_peer, peer), _PEERS_MAY_BE_OFF))
+    return ", ".join(filter(None, notes))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _clean_up(device: str) -> None:
+    """Of this row's memory and of what was compiled for it: torch compiles a function for eight shapes only."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

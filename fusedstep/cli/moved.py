@@ -1,0 +1,54 @@
+"""Bytes that a step must move, whoever takes it: what its rule loads and stores."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+
+import fusedstep
+
+from .contender import LR, known
+from .shapes import with_gradients
+from .works import DTYPES, Work
+
+# steps over which gradients that come and go are counted
+_STEPS = 64
+
+
+def program_of(work: Work, of_param: torch.dtype | None = None) -> Any:
+    """What a parameter of the work is stepped with."""
+    name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
+    # large enough for 8 bits
+    p = torch.nn.Parameter(torch.ones(64, 64, dtype=of_param or DTYPES[work.dtype][0]))
+    p.grad = torch.ones_like(p)
+    cls = getattr(fusedstep, name)
+    options = {"lr": LR, "state_dtype": work.states, **known(cls, work.options), "engine": "torch"}
+    optimizer = cls([p], **options)
+    if "grad_scale" in work.options:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(work.options["grad_scale"]), torch.tensor(0.0)
+    optimizer.step()
+    (bucket,) = optimizer._plan.tables[0].buckets
+    return bucket.program
+
+
+def bytes_per_parameter(work: Work, of_param: torch.dtype | None = None) -> float:
+    """What an update must move: in every sweep of its program, what it loads and what it stores."""
+    program = program_of(work, of_param)
+    sizes = [plane.dtype.itemsize / plane.block for plane in program.planes]
+    moved = [(*sweep.loads, *(place for place, _ in sweep.stores)) for sweep in program.sweeps]
+    return sum(sizes[place] for places in moved for place in places)
+
+
+def bytes_moved(work: Work, params: list[Any]) -> float:
+    """By a step of these parameters; where gradients come and go, in the mean."""
+    sizes = {dtype: bytes_per_parameter(work, dtype) for dtype in {p.dtype for p in params}}
+    each = [sizes[p.dtype] * p.numel() for p in params]
+    chosen = with_gradients(work.model)
+    if chosen is None:
+        return sum(each)
+    return (
+        sum(sum(b for b, has in zip(each, step, strict=True) if has) for step in islice(chosen, _STEPS))
+        / _STEPS
+    )

@@ -1,0 +1,53 @@
+"""Parameters with gradients that a row is about: of a list of shapes, or of a user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .factory import made
+from .shapes import MODELS
+from .works import DTYPES, Work
+
+Shape = Sequence[int]
+
+
+def drawn(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
+    """A parameter of random numbers, and its gradient."""
+    draw = lambda: torch.randn(shape, device=generator.device, generator=generator)
+    p = nn.Parameter((0.02 * draw()).to(dtype))
+    p.grad = (0.01 * draw()).to(dtype)
+    return p
+
+
+def parameters(work: Work, device: str) -> list[Any]:
+    """All that have a gradient at some step."""
+    generator = torch.Generator(device).manual_seed(0)
+    if work.model in MODELS:
+        return [drawn(shape, DTYPES[work.dtype][0], generator) for shape in MODELS[work.model]]
+    model = made(work.model).to(device)
+    if work.dtype in DTYPES:
+        model = model.to(DTYPES[work.dtype][0])
+    params = [p for p in model.parameters() if p.requires_grad]
+    for p in params:
+        # as it lies in memory, whatever the layout
+        p.grad = torch.empty_like(p).normal_(generator=generator).mul_(0.01)
+    return params
+
+
+def groups(work: Work, params: list[Any]) -> list[dict[str, Any]]:
+    """One, or one for each parameter where the model is named so."""
+    if work.model.endswith("groups"):
+        return [{"params": [p]} for p in params]
+    return [{"params": params}]
+
+
+def dtype_of(params: list[Any]) -> str:
+    """What a user's model is called by the dtype of its parameters."""
+    found = {p.dtype for p in params}
+    names = {dtypes: name for name, dtypes in DTYPES.items()}
+    one = found.pop()
+    return names.get((one, one), str(one).removeprefix("torch.")) if not found else "mixed"

@@ -1,0 +1,280 @@
+"""What `fusedstep bench` shows of a result: tables, a picture, and a page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.markup import escape
+from rich.table import Table
+
+from .peers import PEERS
+from .works import text_of
+
+# bars longer than so many times ours, or the limit, are cut
+_LONGEST = 5.0
+# panels of a picture, and how many of them show the same optimizer
+_MOST_PANELS = 6
+_OF_ONE_OPTIMIZER = 3
+
+
+class Bar(NamedTuple):
+    """One side of a row: milliseconds on the device and in a row, and what else is known of it."""
+
+    name: str
+    device: float
+    host: float
+    wall: float
+    memory: int | None
+    note: str
+
+    @staticmethod
+    def of(name: str, found: dict[str, Any]) -> Bar:
+        wall = found.get("wall", found["device"])
+        return Bar(name, found["device"], found["host"], wall, found.get("memory"), found.get("note", ""))
+
+
+def milliseconds(found: float) -> str:
+    return f"{found:.3g} ms" if found < 1000 else f"{found:,.0f} ms"
+
+
+def title_of(row: dict[str, Any]) -> str:
+    return f"{row['optimizer']}({text_of(row['options'])}), {row['dtype']}"
+
+
+def trouble_of(row: dict[str, Any]) -> str:
+    """Why a row has no times; nothing if it has."""
+    if "wrong" in row:
+        return f"WRONG: {row['wrong']}; not timed"
+    return f"FAILED: {row['failed']}" if "failed" in row else ""
+
+
+def bars_of(row: dict[str, Any]) -> list[Bar]:
+    """Ours first, then the others from fast to slow."""
+    others = [Bar.of(name, found) for name, found in row["peers"].items()]
+    return [Bar.of("fusedstep", row["ours"]), *sorted(others, key=lambda bar: bar.device)]
+
+
+def bytes_of(row: dict[str, Any], result: dict[str, Any]) -> float | None:
+    """What must move; results that do not say it have the limit that was computed from it."""
+    if "bytes" in row:
+        return row["bytes"]
+    return row["limit"] * result["copy_bandwidth"] if "limit" in row else None
+
+
+def _size(count: float | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A line for each side of each row."""
+    on_cpu = "threads" in result
+    names = ["model", "optimizer, dtype", "", "ms", "x", "of the limit", "GB/s", "memory", "note"]
+    if not on_cpu:
+        names[3:4], names[7:7] = ["device"], ["host", "in a row"]
+    of_memory = "what states take" if on_cpu else "the most that making it and two steps allocated"
+    view = Table(
+        title="milliseconds a step, medians; x: times ours; limit: what a copy of the same bytes takes",
+        caption=f"memory: {of_memory}{'; above 100 %: what fits into caches' if on_cpu else ''}",
+        caption_justify="left",
+    )
+    for name in names:
+        text = name in ("model", "optimizer, dtype", "", "note")
+        view.add_column(name, justify="left" if text else "right", no_wrap=not text)
+    for row in result["results"]:
+        head = [row["model"], title_of(row)]
+        if trouble_of(row):
+            view.add_row(*head, escape(trouble_of(row)), style="red")
+            continue
+        for bar in bars_of(row):
+            view.add_row(*head, *_cells(bar, row, result, on_cpu))
+            head = ["", ""]
+        for name, why in row.get("left_out", {}).items():
+            view.add_row("", "", name, *[""] * (len(names) - 4), escape(f"left out: {why}"), style="dim")
+    return view
+
+
+def _cells(bar: Bar, row: dict[str, Any], result: dict[str, Any], on_cpu: bool) -> list[str]:
+    count = bytes_of(row, result)
+    limit = f"{100 * row['limit'] / bar.device:.1f} %" if "limit" in row else ""
+    speed = "" if count is None else f"{count / bar.device / 1e6:.0f}"
+    times = [] if on_cpu else [f"{bar.host:.3f}", f"{bar.wall:.3f}"]
+    ratio = f"{bar.device / row['ours']['device']:.2f}"
+    return [bar.name, f"{bar.device:.3f}", ratio, limit, speed, *times, _size(bar.memory), escape(bar.note)]
+
+
+def table_of_peers(device: str) -> Table:
+    """Who was found, and why others were not; a peer with several adapters is one line."""
+    view = Table(title=f"peers on {device}")
+    for name in ("peer", "version", "stands beside", "states", ""):
+        view.add_column(name)
+    for name in dict.fromkeys(peer.name for peer in PEERS):
+        all_of = [peer for peer in PEERS if peer.name == name]
+        here = [peer for peer in all_of if device in peer.devices] or all_of
+        why = here[0].why_not(device)
+        asked = sorted({cls for peer in here if peer.only_asked for cls in peer.classes})
+        classes = sorted({cls for peer in here for cls in peer.classes})
+        version = "" if why else here[0].version()
+        alone = f"{'' if asked == classes else ', '.join(asked) + ': '}only when asked for" if asked else ""
+        states = " or ".join(here[0].states)
+        view.add_row(
+            name, version, ", ".join(classes), states, escape(why or alone), style="dim" if why else None
+        )
+    view.caption = "asked for: with --peer and a part of the name, or --peer all"
+    return view
+
+
+def scale_of(row: dict[str, Any]) -> float:
+    """Milliseconds that the whole width of a chart stands for."""
+    bars = bars_of(row)
+    longest = max(max(bar.device, bar.wall) for bar in bars)
+    return min(longest, _LONGEST * max(bars[0].device, row.get("limit", 0.0), bars[0].wall))
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """The rows that have most beside them, a panel for each: milliseconds against the limit."""
+    rows = shown_in_picture(result["results"])
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = min(2, len(rows))
+    lines = -(-len(rows) // columns)
+    tallest = max(len(row["peers"]) + 1 for row in rows)
+    size = (5.5 * columns, 0.9 + lines * (0.8 + 0.27 * tallest))
+    figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    for panel, row in zip(axes.flat, rows, strict=False):
+        _panel(panel, row)
+    for panel in [*axes.flat][len(rows) :]:
+        panel.set_visible(False)
+    where = f"{result['device']}, torch {result['torch']}"
+    of_light = "" if "threads" in result else "; light: steps in a row, where the host is slower"
+    figure.suptitle(f"Milliseconds a step, {where}", fontsize=11)
+    figure.supxlabel(f"dashed: the limit, a copy of the bytes that must move{of_light}", fontsize=8)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def shown_in_picture(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with most peers, of each optimizer a few, in the order of the table."""
+    timed = [row for row in rows if not trouble_of(row) and row["peers"]]
+    chosen: dict[str, dict[str, Any]] = {}
+    taken: Counter[str] = Counter()
+    for row in sorted(timed, key=lambda row: -len(row["peers"])):
+        if title_of(row) not in chosen and taken[row["optimizer"]] < _OF_ONE_OPTIMIZER:
+            chosen[title_of(row)] = row
+            taken[row["optimizer"]] += 1
+    best = [*chosen.values()][:_MOST_PANELS]
+    return [row for row in timed if any(row is other for other in best)]
+
+
+def _panel(axes: Any, row: dict[str, Any]) -> None:
+    bars, scale = bars_of(row), scale_of(row)
+    names = [bar.name for bar in bars]
+    colors = ["#1f6f8b", *["#9aa5ad"] * (len(bars) - 1)]
+    light = ["#a9d0dc", *["#d9dee1"] * (len(bars) - 1)]
+    axes.barh(names, [min(bar.wall, scale) for bar in bars], color=light, height=0.7)
+    axes.barh(names, [min(bar.device, scale) for bar in bars], color=colors, height=0.7)
+    for i, bar in enumerate(bars):
+        place = min(max(bar.device, bar.wall), scale) + 0.015 * scale
+        text = axes.text(place, i, milliseconds(bar.device), va="center", fontsize=8)
+        # readable where the limit crosses it
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
+        if bar.device > scale:
+            # longer than there is room for
+            axes.text(
+                0.95 * scale, i, "//", va="center", ha="center", fontsize=12, color="white", weight="bold"
+            )
+    if "limit" in row:
+        axes.axvline(row["limit"], color="#c2410c", linestyle="--", linewidth=1.2)
+    axes.set_xlim(0, 1.3 * scale)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{row['model']}: {title_of(row)}", fontsize=9, loc="left")
+
+
+def page(result: dict[str, Any]) -> str:
+    """All of a result as one file of HTML, in light and dark, with its own style and no requests."""
+    style = Path(__file__).with_name("report.css").read_text()
+    where = html.escape(f"{result['device']}, torch {result['torch']}")
+    models: dict[str, list[dict[str, Any]]] = {}
+    for row in result["results"]:
+        models.setdefault(row["model"], []).append(row)
+    body = "\n".join(_section(model, rows, result) for model, rows in models.items())
+    links = " · ".join(f'<a href="#{html.escape(m)}">{html.escape(m)}</a>' for m in models)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>fusedstep bench: {where}</title><style>{style}</style></head><body>
+<h1>How long does an optimizer step take?</h1>
+<p>Measured on <b>{where}</b> by <code>fusedstep bench</code>: each bar is one step of one implementation, over
+all parameters of a model, in milliseconds (medians; all took turns in one run). <b>Shorter is better.</b></p>
+<p>The <span class="line">dashed line</span> is the physical limit: the bytes that the step must read and write,
+at the speed of a plain copy on this machine{_speed(result)}. {_of_light(result)}
+Every case was first compared with float64; one that disagrees has no times here.</p>
+{_facts(result)}
+<nav>{links}</nav>
+{body}
+</body></html>
+"""
+
+
+def _of_light(result: dict[str, Any]) -> str:
+    if "threads" in result:
+        return "Models that fit into the processor's caches can be faster than that."
+    return "The light part of a bar is what a loop of nothing but steps takes where the host is the slower one."
+
+
+def _speed(result: dict[str, Any]) -> str:
+    found = result.get("copy_bandwidth")
+    return f" ({found / 1e6:,.0f} GB/s)" if found else ""
+
+
+def _facts(result: dict[str, Any]) -> str:
+    told = {name: value for name, value in result.items() if isinstance(value, str)}
+    told.update({f"peer {name}": version or "found" for name, version in result.get("peers", {}).items()})
+    cells = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in told.items())
+    return f"<details><summary>Versions and machine</summary><table>{cells}</table></details>"
+
+
+def _section(model: str, rows: list[dict[str, Any]], result: dict[str, Any]) -> str:
+    first = rows[0]
+    size = ""
+    if "tensors" in first:
+        size = (
+            f" <small>{first['tensors']:,} tensors, {first['parameters'] / 1e6:,.1f} million parameters</small>"
+        )
+    head = f'<h2 id="{html.escape(model)}">{html.escape(model)}{size}</h2>'
+    return head + "".join("".join(_figure(row, result)) for row in rows)
+
+
+def _figure(row: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
+    yield f"<figure><figcaption>{html.escape(title_of(row))}</figcaption>"
+    if trouble_of(row):
+        yield f'<p class="wrong">{html.escape(trouble_of(row))}</p></figure>'
+        return
+    scale = scale_of(row)
+    limit = f"{100 * row['limit'] / scale:.2f}%" if "limit" in row else "-1%"
+    for i, bar in enumerate(bars_of(row)):
+        device, wall = (f"{min(100.0, 100 * ms / scale):.2f}%" for ms in (bar.device, bar.wall))
+        cut = " cut" if bar.device > scale else ""
+        share = f"{100 * row['limit'] / bar.device:.0f} % of the limit" if "limit" in row else ""
+        others = f"host {milliseconds(bar.host)}, in a row {milliseconds(bar.wall)}"
+        others = "" if "threads" in result else others
+        memory = "" if bar.memory is None else f"{_size(bar.memory)} of memory"
+        ratio = f"{bar.device / row['ours']['device']:.2f} times ours" if i else ""
+        told = ", ".join(filter(None, (ratio, share, others, memory, bar.note)))
+        yield f"""<div class="row{" ours" if i == 0 else ""}"><span class="name">{html.escape(bar.name)}</span>
+<span class="track"><i class="wall" style="width:{wall}"></i><i class="bar{cut}" style="width:{device}"></i>
+<i class="limit" style="left:{limit}"></i></span><span class="ms">{milliseconds(bar.device)}</span>
+<span class="told">{html.escape(told)}</span></div>"""
+    left_out = "; ".join(f"{name}: {why}" for name, why in row.get("left_out", {}).items())
+    yield f"<p class='told'>left out: {html.escape(left_out)}</p></figure>" if left_out else "</figure>"
