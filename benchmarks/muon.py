@@ -17,7 +17,7 @@ import torch
 
 import fusedstep
 from fusedstep.cli import timing
-from fusedstep.cli.bench import environment
+from fusedstep.cli.environment import environment
 from fusedstep.cli.shapes import MODELS
 
 KELLER = (3.4445, -4.7750, 2.0315)
