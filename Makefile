@@ -18,7 +18,7 @@ test-torch: .venv-torch-$(TORCH)/ready
 
 # our optimizers in other people's trainers, with the versions in requirements-integrations.txt
 test-integrations: .venv/integrations
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations fusedstep/integrations
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Our optimizers in trainers that take them by code; most take a class or its path, see docs/recipes.
 
     hugging_face    the arguments of a Hugging Face Trainer as those of an optimizer; TRL's and PEFT's too
-    axolotl         a plugin: `optimizer: fused_adamw` has no meaning there, `plugins:` has
+    axolotl         a plugin, for the list under `plugins:`
     ms_swift        names for `--optimizer`
     llama_factory   names for `optim_config`, in its version 1
     torchtitan      a container that knows our names

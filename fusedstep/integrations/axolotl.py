@@ -1,7 +1,7 @@
 """A plugin for axolotl, which has no names for optimizers from elsewhere.
 
-    plugins: [fusedstep.integrations.axolotl.Plugin]
-    fusedstep: {name: adamw, state_dtype: int8}
+plugins: [fusedstep.integrations.axolotl.Plugin]
+fusedstep: {name: adamw, state_dtype: int8}
 """
 
 from __future__ import annotations

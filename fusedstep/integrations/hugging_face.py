@@ -17,22 +17,22 @@ def optimizer_cls_and_kwargs(
     """A Trainer's argument of this name, from its other arguments.
 
     The learning rate is that of `args`, and so are betas and eps where the optimizer has them. What stands in
-    `args.optim_args` comes before these, and `options` before all. The weight decay stays with the Trainer, whose
-    groups have it.
+    `args.optim_args` comes before these, and `options` before all. The weight decay stays with the Trainer, as
+    an option of its groups.
 
-    The limit of the norm moves from `args.max_grad_norm`, which is set to 0, into the step, which clips while it
-    reads gradients. It stays where it is with DeepSpeed and FSDP, and if `options` has a `max_grad_norm`.
+    The limit of the norm moves from `args.max_grad_norm`, which is set to 0, into the step, which clips while
+    it reads gradients. It stays where it is with DeepSpeed and FSDP, and if `options` has a `max_grad_norm`.
 
     Args:
         args: TrainingArguments, or what is made of them: SFTConfig, DPOConfig and others
         name: as `fusedstep.by_name` takes it; `fused_adamw` is adamw
         options: of the optimizer; strings are understood
 
-    >>> import fusedstep
     >>> from transformers import TrainingArguments
     >>> args = TrainingArguments("out", learning_rate=1e-4, optim_args="statistics=true", use_cpu=True)
-    >>> optimizer_cls_and_kwargs(args, "lion", betas=(0.95, 0.98))
-    (<class 'fusedstep.optimizers.lion.Lion'>, {'lr': 0.0001, 'betas': (0.95, 0.98), 'statistics': True, 'max_grad_norm': 1.0})
+    >>> cls, options = optimizer_cls_and_kwargs(args, "lion", betas=(0.95, 0.98))
+    >>> options
+    {'lr': 0.0001, 'betas': (0.95, 0.98), 'statistics': True, 'max_grad_norm': 1.0}
     >>> args.max_grad_norm
     0.0
     """

@@ -1,6 +1,6 @@
 """Names for LLaMA-Factory's `optim_config`, in its version 1: registered when this is imported.
 
-    optim_config: {name: fused_adamw, lr: 1.0e-4, max_grad_norm: 1.0}
+optim_config: {name: fused_adamw, lr: 1.0e-4, max_grad_norm: 1.0}
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class FusedOptimizers(OptimizersContainer):
     """The container to put in a trainer's configuration; `optimizer_name` may be `fusedstep.AdamW`.
 
     Options of a group go into `optimizer_kwargs`, those of a whole optimizer (`statistics`, `skip_nonfinite`,
-    `norm_type`) into `optimizer_factory_kwargs_by_name`. torchtitan's own trainer clips, by `training.max_norm`,
-    over all meshes: no `max_grad_norm` here.
+    `norm_type`) into `optimizer_factory_kwargs_by_name`. torchtitan's own trainer clips, by
+    `training.max_norm`, over all meshes: no `max_grad_norm` here.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> container = fused("AdamW", lr=1e-3).build(model_parts=[model])

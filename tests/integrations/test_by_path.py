@@ -63,7 +63,9 @@ def stepped(model, optimizer, steps=3):
 @ways
 def test_a_path_makes_ours_which_trains_as_torchs_does(build):
     models = [twins.model(), twins.model()]
-    ours, theirs = (build(m, module, **OPTIONS) for m, module in zip(models, ("fusedstep", "torch.optim"), strict=True))
+    ours, theirs = (
+        build(m, module, **OPTIONS) for m, module in zip(models, ("fusedstep", "torch.optim"), strict=True)
+    )
     assert type(ours) is fusedstep.AdamW
     assert type(theirs) is torch.optim.AdamW
     for name, value in OPTIONS.items():
@@ -74,7 +76,9 @@ def test_a_path_makes_ours_which_trains_as_torchs_does(build):
 @ways
 def test_a_dtype_may_be_a_name_and_options_of_ours_arrive(build):
     model = twins.model().bfloat16()
-    optimizer = build(model, "fusedstep", state_dtype="torch.float32", max_grad_norm=0.5, statistics=True, **OPTIONS)
+    optimizer = build(
+        model, "fusedstep", state_dtype="torch.float32", max_grad_norm=0.5, statistics=True, **OPTIONS
+    )
     stepped(model, optimizer)
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float32
     assert optimizer.param_groups[0]["max_grad_norm"] == 0.5

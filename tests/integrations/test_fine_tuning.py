@@ -1,5 +1,6 @@
 """axolotl's, ms-swift's and LLaMA-Factory's own code makes our optimizers from what their files say."""
 
+import doctest
 import types
 
 import pytest
@@ -96,6 +97,13 @@ def test_ms_swift_makes_ours_by_name_and_trains_as_its_default(tmp_path, swift):
     assert type(ours.optimizer.optimizer) is fusedstep.AdamW
     assert ours.optimizer.optimizer.statistics().grad_norm > twins.LIMIT
     twins.assert_close(ours.model, theirs.model)
+
+
+@pytest.mark.usefixtures("swift")
+def test_the_example_in_the_docstring_of_the_callback_is_right():
+    from fusedstep.integrations import ms_swift
+
+    assert doctest.testmod(ms_swift) == (0, 1)
 
 
 def factory(name=None, **options):

@@ -22,7 +22,13 @@ from tests.integrations import twins
 
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "save_strategy": "no"}
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghij"]
-SCHEDULE = {"max_steps": 4, "learning_rate": 0.02, "weight_decay": 0.1, "adam_epsilon": 1e-4, "logging_steps": 1}
+SCHEDULE = {
+    "max_steps": 4,
+    "learning_rate": 0.02,
+    "weight_decay": 0.1,
+    "adam_epsilon": 1e-4,
+    "logging_steps": 1,
+}
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=8, init_lora_weights="gaussian")
 
 
@@ -35,7 +41,9 @@ def llama():
 def tokenizer():
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def rows():

@@ -52,8 +52,15 @@ def test_a_class_path_trains_as_torchs_does(tmp_path):
 
 
 def test_the_step_clips_once_and_as_the_trainer_would(tmp_path):
-    ours = run(tmp_path, "--optimizer=fusedstep.SGD", "--optimizer.lr=0.1", f"--optimizer.max_grad_norm={twins.LIMIT}")
-    theirs = run(tmp_path, "--optimizer=torch.optim.SGD", "--optimizer.lr=0.1", f"--trainer.gradient_clip_val={twins.LIMIT}")
+    ours = run(
+        tmp_path, "--optimizer=fusedstep.SGD", "--optimizer.lr=0.1", f"--optimizer.max_grad_norm={twins.LIMIT}"
+    )
+    theirs = run(
+        tmp_path,
+        "--optimizer=torch.optim.SGD",
+        "--optimizer.lr=0.1",
+        f"--trainer.gradient_clip_val={twins.LIMIT}",
+    )
     unclipped = run(tmp_path, "--optimizer=torch.optim.SGD", "--optimizer.lr=0.1")
     twins.assert_close(ours.model, theirs.model)
     twins.assert_differ(ours.model, unclipped.model)

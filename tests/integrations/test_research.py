@@ -151,7 +151,11 @@ def played(algorithm, cls, steps=64, **options):
         n_steps=16,
         seed=0,
         device="cpu",
-        policy_kwargs={"optimizer_class": cls, "optimizer_kwargs": options.pop("of_optimizer", {}), "net_arch": [8]},
+        policy_kwargs={
+            "optimizer_class": cls,
+            "optimizer_kwargs": options.pop("of_optimizer", {}),
+            "net_arch": [8],
+        },
         **options,
     )
     return agent.learn(steps)

@@ -69,7 +69,9 @@ def test_the_container_finds_its_optimizers_where_we_put_ours():
     assert "_resolve_optimizer_factory" in vars(OptimizersContainer)
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "int8"}, {"ema_decay": 0.9}], ids=["plain", "int8", "ema"])
+@pytest.mark.parametrize(
+    "options", [{}, {"state_dtype": "int8"}, {"ema_decay": 0.9}], ids=["plain", "int8", "ema"]
+)
 def test_torchtitans_checkpoints_by_name_resume_bit_by_bit(options, tmp_path):
     config = fused("AdamW", **ADAMW, **options)
     model, container, schedule, one = titan(config)

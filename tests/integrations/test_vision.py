@@ -48,7 +48,9 @@ def test_timm_makes_ours_by_name_with_its_groups(ours, theirs, options, names):
     ]
     assert type(made[0]) is fusedstep.by_name(ours.removeprefix("fused"))
     # no decay for biases
-    assert [g["weight_decay"] for g in made[0].param_groups] == [g["weight_decay"] for g in made[1].param_groups]
+    assert [g["weight_decay"] for g in made[0].param_groups] == [
+        g["weight_decay"] for g in made[1].param_groups
+    ]
     twins.assert_close(*(stepped(m, o) for m, o in zip(models, made, strict=True)))
 
 
