@@ -49,6 +49,9 @@ def test_deepspeed_steps_ours_as_torchs_and_clips_itself(stage):
     ours = sped(lambda params: fusedstep.AdamW(params, lr=0.05), stage)
     theirs = sped(lambda params: torch.optim.AdamW(params, lr=0.05), stage)
     assert type(ours.basic_optimizer) is fusedstep.AdamW
+    # what a step gets of ZeRO is one flat part for many tensors: no norm of its own would mean anything
+    (group,) = ours.basic_optimizer.param_groups
+    assert [p.dim() for p in group["params"]] == ([1] if stage else [2, 1, 2, 1])
     twins.assert_close(ours.module, theirs.module, 1e-2)
 
 

@@ -95,6 +95,14 @@ def test_training_that_the_helper_resumes_is_training_without_a_stop(tmp_path):
     twins.assert_states_equal(whole.optimizer, again.optimizer)
 
 
+def test_training_begun_with_torchs_adamw_is_resumed_with_ours(tmp_path):
+    rest = {"save_strategy": "steps", "save_steps": 2}
+    theirs = train(tmp_path, False, optim="adamw_torch", **rest)
+    ours = train(tmp_path, True, checkpoint=tmp_path / "checkpoint-2", **rest)
+    assert {group["max_grad_norm"] for group in ours.optimizer.param_groups} == {twins.LIMIT}
+    twins.assert_close(trained(ours), trained(theirs))
+
+
 @pytest.mark.parametrize("name", ["fused_lion", "Lamb", "sgd", "schedule-free_adamw"])
 def test_the_helper_gives_an_optimizer_what_it_takes(name, tmp_path):
     trainer = train(tmp_path, True, name=name)
