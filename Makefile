@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.15.0
 
-.PHONY: demo test test-torch lint bench docs docs-look package clean
+.PHONY: demo test test-torch test-integrations lint bench docs docs-look package clean
 
 demo: .venv/ready
 	$(BIN)/fusedstep demo
@@ -15,6 +15,10 @@ test: .venv/ready
 # the suite with another torch, by hand: make test-torch TORCH=2.11.0; TESTS=tests/test_clip.py to run only that
 test-torch: .venv-torch-$(TORCH)/ready
 	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+# our optimizers in other people's trainers, with the versions in requirements-integrations.txt
+test-integrations: .venv/integrations
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -51,6 +55,11 @@ docs-look: .venv/docs
 .venv-torch-%/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* 'numpy<2.4' -e '.[cli,test]'
+	touch $@
+
+# nothing is resolved, so nothing can replace torch; the list is complete
+.venv/integrations: .venv/ready requirements-integrations.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-integrations.txt
 	touch $@
 
 .venv/docs: .venv/ready
