@@ -11,7 +11,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # rows and columns of a tile, and how much of a product is computed at a time: benchmarks/MEASURED.md
-_TILE, _DEPTH, _WARPS, _STAGES = 128, 64, 4, 4
+_TILE, _DEPTH, _WARPS = 128, 64, 4
+# a product of more takes longer loads ahead, one of less another program beside it
+_DEEP = 2048
 # elements that a program scales
 _SCALED, _SCALING_WARPS = 2048, 4
 
@@ -70,7 +72,7 @@ def multiply(
             TILE=_TILE,
             DEPTH=_DEPTH,
             num_warps=_WARPS,
-            num_stages=_STAGES,
+            num_stages=4 if depth > _DEEP else 3,
         )
 
 
