@@ -123,8 +123,8 @@ def demo(
     header = f"device {place}, torch {torch.__version__}, fusedstep {fusedstep.__version__}"
     console.print(header)
     torch.manual_seed(seed)
-    text, characters = _text()
-    model, batches = Model(characters).to(target), _batches(text, steps).to(target)
+    text, characters = sonnets()
+    model, batches = Model(characters).to(target), random_batches(text, steps).to(target)
     pairs = [Pair(name, _run(model, fusedstep, name), _run(model, torch.optim, name)) for name in OPTIMIZERS]
     with _one_thread(), Progress(console=console) as progress:
         bar = progress.add_task("", total=len(pairs) * steps)
@@ -155,14 +155,15 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _text() -> tuple[Tensor, int]:
+def sonnets() -> tuple[Tensor, int]:
     """The sonnets as numbers, and how many different characters they have."""
     text = resources.files(__package__).joinpath("sonnets.txt").read_text("utf-8")
     alphabet = sorted(set(text))
     return torch.tensor([alphabet.index(c) for c in text]), len(alphabet)
 
 
-def _batches(text: Tensor, steps: int) -> Tensor:
+def random_batches(text: Tensor, steps: int) -> Tensor:
+    """One for every step, drawn by torch's generator."""
     starts = torch.randint(len(text) - CONTEXT, (steps, BATCH, 1))
     return text[starts + torch.arange(CONTEXT + 1)]
 
