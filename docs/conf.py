@@ -58,6 +58,3 @@ autosummary_generate = False
 python_maximum_signature_line_length = 80
 # several arguments may share a line
 napoleon_use_param = False
-
-
-def setup(app):
