@@ -22,7 +22,9 @@ def clip_factors(grads: list[Tensor], labels: list[Any], limits: list[Any], norm
     together: dict[Any, list[Tensor]] = {}
     for g, label in zip(grads, labels, strict=True):
         together.setdefault(label, []).append(g)
-    norms = {label: float(torch.nn.utils.get_total_norm(same, norm_type)) for label, same in together.items()}
+    # torch measures no tensor that is empty
+    some = {label: [g for g in same if g.numel()] for label, same in together.items()}
+    norms = {label: float(torch.nn.utils.get_total_norm(same, norm_type)) for label, same in some.items()}
     factors = []
     for label, limit in zip(labels, limits, strict=True):
         norm = norms[label] + eps
@@ -90,6 +92,11 @@ def agreeing(u: Tensor, g: Tensor) -> Tensor:
     """Cautious: nothing against the gradient, the rest larger by as much as is left out."""
     mask = (u * g > 0).to(u.dtype)
     return u * mask / mask.mean().clamp(min=1e-3)
+
+
+def largest(g: Tensor) -> Tensor:
+    """The largest element, of none 0."""
+    return torch.cat([g.abs().reshape(-1), g.new_zeros(1)]).max()
 
 
 def averaged(s: dict[str, Any], g: Tensor, beta1: float, beta2: float) -> tuple[Any, Any]:
@@ -168,6 +175,13 @@ class BertAdam(Reference):
         if schedule == "warmup_poly":
             return max(1 - x, 0.0) ** 0.5
         return 0.5 * (1 + math.cos(math.pi * x)) if schedule == "warmup_cosine" else 1.0
+
+
+class NpuFusedBertAdam(BertAdam):
+    """Ascend's: gradients of a group share a norm."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, "group", **options)
 
 
 class Lamb(Reference):
@@ -264,7 +278,7 @@ class NovoGrad(Reference):
 
     def update(self, p, g, s, t, o):
         beta1, beta2 = o["betas"]
-        size = g.abs().max() if o["by_largest"] else g.square().sum()
+        size = largest(g) if o["by_largest"] else g.square().sum()
         before = s["exp_avg_sq"].reshape(-1)[:1].sum() if t > 1 else 0 * size if o["init_zero"] else size
         n = s["exp_avg_sq"] = beta2 * before + (1 - beta2) * size
         bias1, bias2 = (1 - beta**t if o["bias_correction"] else 1.0 for beta in o["betas"])
@@ -457,13 +471,15 @@ class NpuFusedLamb(Lamb):
     """Ascend's: no bias correction, no weight larger than 10, and with `adam` no trust ratio."""
 
     options = {**Lamb.options, "weight_decay": 0.0, "max_grad_norm": None, "bias_correction": False}
-    options |= {"always_adapt": True, "max_weight_norm": 10.0, "adam": False, "use_global_grad_norm": False}
+    options |= {"always_adapt": True, "max_weight_norm": 10.0, "adam": False}
+
+    def __init__(self, params: Any, use_global_grad_norm: bool = False, **options: Any) -> None:
+        super().__init__(params, **options, max_grad_norm=1.0 if use_global_grad_norm else None)
 
     def step_groups(self, groups):
-        for group, params in groups:
+        for group, _ in groups:
             group["trust_bounds"] = (1.0, 1.0) if group["adam"] else (0.0, math.inf)
-            for p in params:
-                self.step_one(p, group)
+        super().step_groups(groups)
 
 
 class NpuFusedRMSpropTF(Reference):
@@ -516,3 +532,21 @@ class EmaAdamW(Reference):
         p = p - o["lr"] * u
         s["s"] = o["ema_decay"] * before + (1 - o["ema_decay"]) * p
         return p
+
+
+class Words(Reference):
+    """What the rule of operators.py says, in torch's operations."""
+
+    options = {"lr": 0.1, "low": -0.5, "high": 0.5}
+    keeps = ("a", "b")
+
+    def update(self, p, g, s, t, o):
+        low, high, lr = o["low"], o["high"], o["lr"]
+        a = s["a"] = 0.3 * s["a"] + (1 - 0.3) * torch.tanh(g).clamp(low, high)
+        size = g.abs()
+        b = torch.exp(-size) + torch.log(1 + size) * torch.cos(p) + (2 + size) ** 1.5 - 2**a
+        b = b + torch.maximum(a, g) * torch.minimum(p, g) + g.sign() * (1 / (3 - a)) + (1 - g) - (-g)
+        for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
+            b = b + k * condition.to(b.dtype)
+        s["b"] = b
+        return p - lr * (a + b / t) / (1 + largest(g) + g.square().sum().sqrt() / max(g.numel(), 1))
