@@ -8,6 +8,7 @@ except ImportError as error:
     raise SystemExit("the command line needs its extras: pip install 'fusedstep[cli]'") from error
 
 from .bench import bench
+from .check import check
 from .demo import demo
 from .memory import memory
 
@@ -15,6 +16,7 @@ app = typer.Typer(help="Fused optimizers for PyTorch.", no_args_is_help=True, ad
 app.command()(demo)
 app.command()(bench)
 app.command()(memory)
+app.command()(check)
 
 if __name__ == "__main__":
     app()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -135,18 +135,23 @@ def _goes_together(values: dict[str, Any]) -> bool:
 def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: str, skip: str) -> bool:
     """Whether this optimizer is made for that."""
     is_operator = not subject.takes("state_dtype")
-    if is_operator and (dtype not in (None, "float32", "bfloat16", "float16") or skip != "no"):
+    takes = ("float64",) if subject.name == "plain numbers" else ("float32", "bfloat16", "float16")
+    if is_operator and (dtype not in (None, *takes) or skip != "no"):
         return False
     if is_operator and (values.get("resume") == "yes" or values.get("rate") == "tensor"):
         return False
     place = values.get("place")
+    if subject.name == "plain numbers":
+        # computed by no engine
+        return place is None or place.engine == "torch"
     if is_operator and not subject.takes("engine") and place is not None:
         # they choose by themselves
         return place.engine == {"cpu": "cpu", "cuda": "triton"}[place.device]
     if subject.name.startswith("ScheduleFree") and storage not in ("plain", "stochastic"):
         return False
-    # differences of numbers that sixteen bits hold alike; and 8 bits of what nothing is left of
-    if subject.name == "Prodigy" and (storage != "plain" or dtype in ("bfloat16", "float16", "float32/bfloat16")):
+    # differences of numbers that sixteen bits hold alike: below 0, or of which nothing is left
+    is_coarse = storage in ("int8", "stochastic") or dtype in ("bfloat16", "float16", "float32/bfloat16")
+    if is_coarse and (subject.name == "Prodigy" or subject.options.get("centered")):
         return False
     return not (subject.name == "rules" and dtype == "complex64")
 
@@ -180,15 +185,16 @@ def pairs(where: Sequence[Place], subjects: Sequence[Subject]) -> list[Case]:
         for x, y in itertools.product(factors[a], factors[b]):
             if _goes_together({a: x, b: y}):
                 wanted[_key(a, x, b, y)] = None
-    found, used = [], collections.Counter[tuple[str, str]]()
+    # among equals chance decides, always alike
+    found, chance = [], random.Random(0)
     while wanted:
         a, x, b, y = _meant(next(iter(wanted)), factors)
         values = {a: x, b: y}
         for name in (name for name in names if name not in values):
             fitting = [value for value in factors[name] if _goes_together({**values, name: value})]
             new = {v: sum(_key(name, v, n, w) in wanted for n, w in values.items()) for v in map(str, fitting)}
-            values[name] = max(fitting, key=lambda v: (new[str(v)], -used[name, str(v)]))  # noqa: B023
-        used.update((name, str(value)) for name, value in values.items())
+            most = max(new.values())
+            values[name] = chance.choice([v for v in fitting if new[str(v)] == most])
         for (n, v), (m, w) in itertools.combinations(values.items(), 2):
             wanted.pop(_key(n, v, m, w), None)
         wanted.pop(_key(a, x, b, y), None)

@@ -28,22 +28,30 @@ class Side:
         subject, self.problem = problem.case.subject, problem
         self.stored, self.stored_state = stored, stored_state
         self.params = [torch.nn.Parameter(real(p).to(dtype, copy=True)) for p in problem.starts]
-        options = {**subject.options}
+        self.averages = [p.detach().clone() for p in self.params]
+        self.path = [torch.zeros_like(p) for p in self.params]
         cls, clipping = subject.reference, problem.clipping
-        self.clips = bool(clipping) and not issubclass(cls, Reference)
-        self.norm_type = clipping.get("norm_type", 2.0)
-        if not self.clips:
-            options |= clipping
+        # torch's do not clip
+        self.clips, self.norm_type = not issubclass(cls, Reference), clipping.get("norm_type", 2.0)
         groups = problem.groups(self.params, subject.options)  # type: ignore[arg-type]
-        # of groups what a class does not know is no harm
+        self.limits = [group.get("max_grad_norm", clipping.get("max_grad_norm")) for group in groups]
         with default_dtype(dtype):
-            self.optimizer = cls(groups, **options)
+            self.optimizer: Any = cls(groups, **{**subject.options, **({} if self.clips else clipping)})
             self.bases = [group["lr"] for group in self.optimizer.param_groups]
-            self.limits = [g.get("max_grad_norm", clipping.get("max_grad_norm")) for g in groups]
-            self.averages = [p.detach().clone() for p in self.params]
-            self.path = [torch.zeros_like(p) for p in self.params]
             for t in range(STEPS):
                 self._step(t)
+        self.shown = self._shown()
+
+    def _shown(self) -> list[Tensor] | None:
+        """What eval() shows of an optimizer that has it."""
+        if not hasattr(self.optimizer, "eval"):
+            return None
+        kept = [p.detach().clone() for p in self.params]
+        self.optimizer.eval()
+        shown = [p.detach().clone() for p in self.params]
+        for p, value in zip(self.params, kept, strict=True):
+            p.data = value
+        return shown
 
     @torch.no_grad()
     def _step(self, t: int) -> None:
@@ -59,6 +67,7 @@ class Side:
             self._clip()
         before = [p.detach().clone() for p in self.params]
         self.optimizer.step()
+        self.factors = self.factors if self.clips else self.optimizer.factors
         for i, (p, g, old) in enumerate(zip(self.params, grads, before, strict=True)):
             self.path[i] += (p - old).abs()
             if g is not None:
@@ -77,10 +86,16 @@ class Side:
 
     def _round(self) -> None:
         for p in self.params:
-            p.copy_(p.to(self.stored))
+            p.copy_(_with_8_more_bits(p) if self.stored == "split8" else p.to(self.stored))
             for state in self.optimizer.state[p].values():
                 if isinstance(state, Tensor) and state.shape == p.shape and state.dim():
                     state.copy_(state.to(self.stored_state))
+
+
+def _with_8_more_bits(p: Tensor) -> Tensor:
+    """A number rounded, half away from zero, to what a bfloat16 and a rest of 8 bits hold."""
+    bits = (p.to(torch.float32).view(torch.int32) + 0x80) & -0x100
+    return bits.view(torch.float32)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,17 @@ class _EmaAdamW(_Operator):
         npu.npu_apply_fused_ema_adamw(p.grad, p, *states, step, **options)
 
 
+class _PlainNumbers(_Operator):
+    """The rule below, called as a function of plain numbers: its sums are of one element then."""
+
+    keeps = ("a", "b")
+
+    def apply(self, p, states, step, options):
+        numbers = [t.reshape(-1).tolist()[0] for t in (p, p.grad, *states)]
+        for t, value in zip((p, *states), words(*numbers, step=step, numel=1, **options), strict=True):
+            t.fill_(value)
+
+
 @rule(states={"a": "a", "b": "b"})
 def words(p, g, a, b, *, step, numel, lr, low, high):
     a = mix(a, clamp(tanh(g), low, high), 0.3)
@@ -107,4 +118,5 @@ OPERATORS: dict[str, Any] = {
     "npu.npu_apply_fused_adamw_v2": _AdamWV2,
     "npu.npu_apply_fused_ema_adamw": _EmaAdamW,
     "rules": Words,
+    "plain numbers": _PlainNumbers,
 }

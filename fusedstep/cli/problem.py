@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .combinations import DTYPES, Case
 
-STEPS = 9
+STEPS = 7
 # one element, a few that begin as zeros, none at all, four dimensions for channels_last
-_SMALL = ((), (5,), (4, 3), (0,), (2, 3, 2, 2))
+_SMALL = ((), (5,), (0,), (2, 3, 2, 2))
 # more than an engine works on at once; and as many as 8 bits are for
 _LARGE = {"int8": (72, 64), "stochastic": (72, 64)}
 # a step that finds an infinity, where steps may be skipped
@@ -77,13 +77,13 @@ def _drawn(shapes: Any, param: torch.dtype, grad: torch.dtype) -> tuple[list[Ten
         return (torch.view_as_complex(numbers) if dtype.is_complex else numbers[..., 0]).to(dtype)
 
     starts = [draw(shape, param) * (0 if i == 1 else 1) for i, shape in enumerate(shapes)]
-    scales = [1.0, 0.1, 3.0, 0.5, 0.02, 2.0, 1.0, 0.3, 1.5]
+    scales = [1.0, 0.1, 3.0, 0.5, 0.02, 2.0, 1.0]
     steps = [[scale * draw(shape, grad) for shape in shapes] for scale in scales[:STEPS]]
     for t, step in enumerate(steps):
         for i, g in enumerate(step):
             # some elements have no gradient now and then, some tensors
             g.reshape(-1)[(t + i) % 3 :: 7] = 0
-            step[i] = g * 0 if (t, i) in ((1, 2), (4, 4)) else g
+            step[i] = g * 0 if (t, i) in ((1, 3), (4, 0)) else g
     return starts, steps
 
 

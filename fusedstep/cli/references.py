@@ -56,7 +56,7 @@ class Reference(torch.optim.Optimizer):
         labels = [label[self.clip_scope](p, i) for p, _, i in members]
         grads = [p.grad.to(torch.promote_types(p.dtype, torch.float32)) for p, _, _ in members]
         limits = [group["max_grad_norm"] for _, group, _ in members]
-        factors = clip_factors(grads, labels, limits, self.norm_type, self.clip_eps)
+        factors = self.factors = clip_factors(grads, labels, limits, self.norm_type, self.clip_eps)
         self.grads = {
             p: (-factor if group["maximize"] else factor) * g
             for (p, group, _), g, factor in zip(members, grads, factors, strict=True)
