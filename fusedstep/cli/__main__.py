@@ -10,6 +10,7 @@ except ImportError as error:
 from .bench import bench
 from .check import check
 from .demo import demo
+from .doctor import doctor
 from .memory import memory
 
 app = typer.Typer(help="Fused optimizers for PyTorch.", no_args_is_help=True, add_completion=False)
@@ -17,6 +18,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(memory)
 app.command()(check)
+app.command()(doctor)
 
 if __name__ == "__main__":
     app()

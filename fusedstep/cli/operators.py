@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from typing import Any
 
 import torch
@@ -94,8 +95,9 @@ class _PlainNumbers(_Operator):
 @rule(states={"a": "a", "b": "b"})
 def words(p, g, a, b, *, step, numel, lr, low, high):
     a = mix(a, clamp(tanh(g), low, high), 0.3)
-    size = abs(g)
-    b = exp(-size) + log(1 + size) * cos(p) + power(2 + size, 1.5) - 2**a
+    # the function of Python works too
+    size = 0.5 * abs(g) + 0.5 * builtins.abs(g)
+    b = exp(-size) + log(1 + size) * cos(p) + power(2 + size, 1.5) - 2**a + size**1.2
     b = b + maximum(a, g) * minimum(p, g) + sign(g) * (1 / (3 - a)) + (1 - g) - +(-g)
     for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
         b = b + k * where(condition, 1.0, 0.0)

@@ -544,7 +544,7 @@ class Words(Reference):
         low, high, lr = o["low"], o["high"], o["lr"]
         a = s["a"] = 0.3 * s["a"] + (1 - 0.3) * torch.tanh(g).clamp(low, high)
         size = g.abs()
-        b = torch.exp(-size) + torch.log(1 + size) * torch.cos(p) + (2 + size) ** 1.5 - 2**a
+        b = torch.exp(-size) + torch.log(1 + size) * torch.cos(p) + (2 + size) ** 1.5 - 2**a + size**1.2
         b = b + torch.maximum(a, g) * torch.minimum(p, g) + g.sign() * (1 / (3 - a)) + (1 - g) - (-g)
         for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
             b = b + k * condition.to(b.dtype)

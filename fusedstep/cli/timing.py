@@ -94,9 +94,17 @@ def _device_times(step: Step, rounds: int, host: float) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(numel: int = 1 << 28) -> float:
     """Bytes read and written per millisecond by a large copy on the GPU: the limit of any update."""
-    source = torch.randn(1 << 28, device="cuda")
+    source = torch.randn(numel, device="cuda")
     target = torch.empty_like(source)
     milliseconds = statistics.median(_device_times(lambda: target.copy_(source), 20, host=0.05))
     return 2 * source.numel() * source.element_size() / milliseconds
+
+
+def cpu_copy_bandwidth(numel: int = 1 << 24) -> float:
+    """The same on the CPU, of more than its caches hold."""
+    source = torch.ones(numel)
+    target = torch.empty_like(source).copy_(source)
+    (times,) = on_cpu([lambda: target.copy_(source)], 5)
+    return 2 * source.numel() * source.element_size() / times.device
