@@ -4,9 +4,9 @@
     python tests/mutants.py adam lamb   those whose name contains one of these
     python tests/mutants.py --sample 50
 
-Each mutant takes the steps of those cases that call its function, against the same references. It is caught if
-one of them is wrong, or named in equivalent_mutants.json with the reason why it computes the same. The run fails
-if a mutant is neither, and if a name there is of no mutant, or of one that is caught.
+Each mutant takes the steps of those cases that call its function, against the same references. It is caught
+if one of them is wrong, or named in equivalent_mutants.json with the reason why it computes the same. The run
+fails if a mutant is neither, and if a name there is of no mutant, or of one that is caught.
 """
 
 import argparse
@@ -44,7 +44,9 @@ _METHODS = ("rule_of", "number", "limit", "_show")
 def modules():
     of_optimizers = [name for _, name, _ in pkgutil.iter_modules(optimizers.__path__) if name != "checks"]
     yield from (importlib.import_module(f"{optimizers.__name__}.{name}") for name in of_optimizers)
-    yield from (importlib.import_module(f"{npu.__name__}.{name}") for name in ("_lamb", "_rmsprop", "_operator"))
+    yield from (
+        importlib.import_module(f"{npu.__name__}.{name}") for name in ("_lamb", "_rmsprop", "_operator")
+    )
     yield from (step, language)
 
 
@@ -61,9 +63,18 @@ def all_mutants():
     for module in modules():
         for name, owner, tree in definitions(module):
             method = name.rpartition(".")[2]
-            is_silent = method.startswith(_SILENT) or method in ("__init__", "step", "add_param_group", "_by_either_name")
+            is_silent = method.startswith(_SILENT) or method in (
+                "__init__",
+                "step",
+                "add_param_group",
+                "_by_either_name",
+            )
             of_value = owner is not None and owner.name == "Value" and method not in _OF_VALUES
-            if is_silent or of_value or (owner is not None and owner.name != "Value" and method not in _METHODS):
+            if (
+                is_silent
+                or of_value
+                or (owner is not None and owner.name != "Value" and method not in _METHODS)
+            ):
                 continue
             for change, other in mutants(tree):
                 short = f"{module.__name__.removeprefix('fusedstep.')}.{name}: {change}"
@@ -71,9 +82,10 @@ def all_mutants():
     return found
 
 
-# errors, and what no step asks for
-_OF_VALUES = [f"__{n}__" for n in "add radd sub rsub mul rmul truediv rtruediv pow rpow neg lt le gt ge eq ne".split()]
-_OF_VALUES += ["__init__", "__abs__"]
+# of values: operators, and not what raises errors
+_OPERATORS = ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"]
+_OPERATORS += ["lt", "le", "gt", "ge", "eq", "ne", "init"]
+_OF_VALUES = [f"__{name}__" for name in _OPERATORS]
 
 
 @contextlib.contextmanager
@@ -179,7 +191,9 @@ def run(names, jobs=2, follow=lambda x, total: x):
 def unaccounted(results, equivalent, is_all):
     """What is wrong with the results of a run."""
     wrong = [f"survived: {name}" for name, case in results.items() if case is None and name not in equivalent]
-    wrong += [f"caught by {results[name]}, and no equivalent: {name}" for name in equivalent if results.get(name)]
+    wrong += [
+        f"caught by {results[name]}, and no equivalent: {name}" for name in equivalent if results.get(name)
+    ]
     if is_all:
         wrong += [f"of no mutant: {name}" for name in equivalent if name not in all_mutants()]
     return wrong

@@ -1,4 +1,4 @@
-"""Steps in float64 of one parameter at a time, by torch.optim's own classes and those of fusedstep.cli.references.
+"""Steps in float64 of one parameter at a time, by torch.optim's classes and those of fusedstep.cli.references.
 
 Each function takes one parameter and its gradients, step by step; it can go on after `done` of them, from the
 states that these left. Clipping looks at the gradients of several parameters and so comes before: `clip`, and

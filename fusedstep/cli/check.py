@@ -40,7 +40,9 @@ class Result(NamedTuple):
 def check(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; all that are here")] = None,
     engine: Annotated[str | None, typer.Option(help="torch, cpu or triton; all that are here")] = None,
-    optimizer: Annotated[list[str] | None, typer.Option(help="only this one, by its name; may be repeated")] = None,
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="only this one, by its name; may be repeated")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="every combination, not only all pairs")] = False,
     case: Annotated[list[str] | None, typer.Option(help="only this combination, as a report names it")] = None,
     path: Annotated[Path | None, typer.Option("--json", help="file for the results")] = None,
@@ -76,7 +78,9 @@ def _asked(texts: list[str]) -> list[Case]:
         raise typer.BadParameter(str(error), param_hint="--case") from error
     for each in cases:
         if each.place not in places():
-            raise typer.BadParameter(f"there is no {each.place} here: {_why_not(each.place)}", param_hint="--case")
+            raise typer.BadParameter(
+                f"there is no {each.place} here: {_why_not(each.place)}", param_hint="--case"
+            )
         if not each.makes_sense:
             raise typer.BadParameter(f"{each} does not go together", param_hint="--case")
     return cases

@@ -161,7 +161,7 @@ def _factors(where: Sequence[Place], subjects: Sequence[Subject]) -> dict[str, S
 
 
 def every(where: Sequence[Place], subjects: Sequence[Subject]) -> Iterator[Case]:
-    """Every optimizer with every dtype on every engine, with each feature by itself, and all pairs of features."""
+    """Every optimizer with every dtype on every engine, with each feature by itself; and all pairs."""
     plain = tuple(levels[0] for levels in FEATURES.values())
     alone = [(i, level) for i, levels in enumerate(FEATURES.values()) for level in levels[1:]]
     changed = [plain, *((*plain[:i], level, *plain[i + 1 :]) for i, level in alone)]

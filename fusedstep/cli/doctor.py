@@ -1,4 +1,4 @@
-"""`fusedstep doctor`: what is here, which engine serves what, and why not another; to paste into a bug report."""
+"""`fusedstep doctor`: what is here, which engine serves what and why not another, for bug reports."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def _versions(broken: list[str]) -> Iterator[str]:
         yield f"{name} {version or 'is not installed'}"
         if version is None and name in _ESSENTIAL:
             broken.append(f"{name} is not installed; pip install {name}")
-    built = torch.version.cuda and f"CUDA {torch.version.cuda}" or torch.version.hip and f"HIP {torch.version.hip}"
-    yield f"torch is built for {built or 'CPUs only'}; the driver is {_driver()}"
+    built = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
+    told = [f"{name} {version}" for name, version in built.items() if version]
+    yield f"torch is built for {' and '.join(told) or 'CPUs only'}; the driver is {_driver()}"
 
 
 def _version(name: str) -> str | None:
@@ -144,7 +145,9 @@ def _quota() -> float | None:
 
 def _caches() -> Iterator[str]:
     chosen = os.environ.get("TRITON_CACHE_DIR")
-    folder = Path(chosen) if chosen else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    folder = (
+        Path(chosen) if chosen else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    )
     if not folder.is_dir():
         yield f"triton: {shortened(folder)}, not there yet"
         return
@@ -177,4 +180,3 @@ def _steps(broken: list[str]) -> Iterator[str]:
         yield f"{device}: {'done' if is_right else why}"
         if not is_right:
             broken.append(f"a step on {device} failed, {why}; please report this with all of the above")
-

@@ -32,6 +32,7 @@ class Side:
         self.path = [torch.zeros_like(p) for p in self.params]
         cls, clipping = subject.reference, problem.clipping
         # torch's do not clip
+        self.factors: list[float] = []
         self.clips, self.norm_type = not issubclass(cls, Reference), clipping.get("norm_type", 2.0)
         groups = problem.groups(self.params, subject.options)  # type: ignore[arg-type]
         self.limits = [group.get("max_grad_norm", clipping.get("max_grad_norm")) for group in groups]
@@ -67,7 +68,8 @@ class Side:
             self._clip()
         before = [p.detach().clone() for p in self.params]
         self.optimizer.step()
-        self.factors = self.factors if self.clips else self.optimizer.factors
+        if not self.clips:
+            self.factors = self.optimizer.factors
         for i, (p, g, old) in enumerate(zip(self.params, grads, before, strict=True)):
             self.path[i] += (p - old).abs()
             if g is not None:

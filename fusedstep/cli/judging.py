@@ -1,8 +1,8 @@
 """How numbers are judged: |ours - f64| <= 2 |theirs - f64| + tiny, over all parameters, and over each state.
 
 Theirs is torch.optim's in the same dtype, where torch has the optimizer and computes in float32; else the
-reference itself, computed in float64 and rounded to what is stored after every step. `tiny` is a few roundings of
-what is stored, so that the others being right by luck is no failure, and of what all steps together moved.
+reference itself, computed in float64 and rounded to what is stored after every step. `tiny` is a few roundings
+of what is stored, so that the others being right by luck is no failure, and of what all steps together moved.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ class Judge:
             return None
         mean, allowed = float(off.mean()), 6 * float(off.std()) / math.sqrt(len(off))
         if abs(mean) > allowed:
-            return f"{what}: off by {mean:.3g} in the mean, {allowed:.3g} is allowed of what is rounded at random"
+            return (
+                f"{what}: off by {mean:.3g} in the mean, {allowed:.3g} is allowed of what is rounded at random"
+            )
         return None
 
     def _states(self) -> Iterator[str | None]:
@@ -172,7 +174,9 @@ class Judge:
                 tiny = _STORED[size] * eps(mine[0].dtype) + _COMPUTED * eps(self.computed)
                 tiny *= float(_flat(right).abs().max())
                 # some are made of parameters
-                yield self._compare(f"state {name}", mine, others, right, tiny + self.slack * eps(self.computed))
+                yield self._compare(
+                    f"state {name}", mine, others, right, tiny + self.slack * eps(self.computed)
+                )
 
     def _averages(self) -> str | None:
         state = self.ours.optimizer.state

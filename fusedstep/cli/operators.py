@@ -1,4 +1,4 @@
-"""What `fusedstep check` checks besides classes: operators on tensors, and every word that rules are written in."""
+"""What `fusedstep check` checks besides classes: operators on tensors, and every word of rules."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class _EmaAdamW(_Operator):
     keeps = ("exp_avg", "exp_avg_sq", "s")
 
     def apply(self, p, states, step, options):
-        npu.npu_apply_fused_ema_adamw(p.grad, p, *states, step, **options)
+        m, v, s = states
+        npu.npu_apply_fused_ema_adamw(p.grad, p, m, v, s, step, **options)
 
 
 class _PlainNumbers(_Operator):

@@ -51,7 +51,9 @@ class Problem:
         """One group, or two with options of their own."""
         if self.case.feature("groups") == "one":
             return [{"params": params}]
-        own: dict[str, Any] = {} if self.case.subject.name == "Prodigy" else {"lr": 0.5 * options.get("lr", 1.0)}
+        own: dict[str, Any] = (
+            {} if self.case.subject.name == "Prodigy" else {"lr": 0.5 * options.get("lr", 1.0)}
+        )
         if "weight_decay" in options:
             own["weight_decay"] = 0.5 * options["weight_decay"]
         if self.case.feature("clip") != "no":

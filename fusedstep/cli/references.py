@@ -1,9 +1,9 @@
 """Optimizers once more, in plain tensor operations, from their papers and their authors' descriptions.
 
 Independent of the library on purpose: a reference that shared its rules could not disagree with it. In float64
-they are what results are compared with, where torch.optim has no such optimizer or not these options; in other
-dtypes they compute in float32 at least and show how exact a loop of operations is. Recorded runs of the authors'
-packages prove them (tests/test_references.py).
+they are what results are compared with, where torch.optim has no such optimizer or not these options; in
+other dtypes they compute in float32 at least, and show how exact a loop of operations is. Recorded runs of the
+authors' packages prove them (tests/test_references.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor
 Members = list[tuple[dict[str, Any], list[Tensor]]]
 
 
-def clip_factors(grads: list[Tensor], labels: list[Any], limits: list[Any], norm_type: float, eps: float) -> Any:
+def clip_factors(
+    grads: list[Tensor], labels: list[Any], limits: list[Any], norm_type: float, eps: float
+) -> Any:
     """What each gradient is multiplied by: those of one label share a norm. None, 0 or less: no limit."""
     together: dict[Any, list[Tensor]] = {}
     for g, label in zip(grads, labels, strict=True):
@@ -112,7 +114,7 @@ _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 class Adam(Reference):
     """With what torch's has not: caution, and a decay that follows the square of the rate."""
 
-    options = {
+    options: ClassVar = {
         **_ADAM,
         "amsgrad": False,
         "decoupled_weight_decay": False,
@@ -138,13 +140,13 @@ class Adam(Reference):
 
 
 class AdamW(Adam):
-    options = {**Adam.options, "weight_decay": 1e-2, "decoupled_weight_decay": True}
+    options: ClassVar = {**Adam.options, "weight_decay": 1e-2, "decoupled_weight_decay": True}
 
 
 class BertAdam(Reference):
     """NVIDIA's: no bias correction, schedules by the number of all steps."""
 
-    options = {
+    options: ClassVar = {
         "lr": 1e-3,
         "warmup": -1,
         "t_total": -1,
@@ -187,7 +189,7 @@ class NpuFusedBertAdam(BertAdam):
 class Lamb(Reference):
     """You et al. 2020, with what Apex's and timm's offer."""
 
-    options = {
+    options: ClassVar = {
         **_ADAM,
         "eps": 1e-6,
         "weight_decay": 0.01,
@@ -222,7 +224,7 @@ class Lamb(Reference):
 class LARS(Reference):
     """You et al. 2017, as timm has it: SGD with a gradient of the size of its tensor."""
 
-    options = {
+    options: ClassVar = {
         "lr": 1.0,
         "momentum": 0.0,
         "dampening": 0.0,
@@ -253,7 +255,7 @@ class LARS(Reference):
 class Lion(Reference):
     """Chen et al. 2023."""
 
-    options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "cautious": False}
+    options: ClassVar = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "cautious": False}
     keeps = ("exp_avg",)
 
     def update(self, p, g, s, t, o):
@@ -267,7 +269,7 @@ class Lion(Reference):
 class NovoGrad(Reference):
     """Ginsburg et al. 2019, with Apex's options: a second moment of each tensor's norm."""
 
-    options = {
+    options: ClassVar = {
         **_ADAM,
         "bias_correction": True,
         "reg_inside_moment": False,
@@ -294,7 +296,7 @@ class NovoGrad(Reference):
 class AdEMAMix(Reference):
     """Pagliardini et al. 2024: a fast and a slow average, whose share and length rise at first."""
 
-    options = {**_ADAM, "betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "t_alpha_beta3": None}
+    options: ClassVar = {**_ADAM, "betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "t_alpha_beta3": None}
     keeps = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
 
     def update(self, p, g, s, t, o):
@@ -313,7 +315,7 @@ class AdEMAMix(Reference):
 class ADOPT(Reference):
     """Taniguchi et al. 2024: divides by the second moment before this gradient is in it."""
 
-    options = {**_ADAM, "betas": (0.9, 0.9999), "eps": 1e-6, "decouple": False, "clip_exp": 0.25}
+    options: ClassVar = {**_ADAM, "betas": (0.9, 0.9999), "eps": 1e-6, "decouple": False, "clip_exp": 0.25}
 
     def update(self, p, g, s, t, o):
         (beta1, beta2), decay = o["betas"], o["weight_decay"]
@@ -333,7 +335,7 @@ class ADOPT(Reference):
 class StableAdamW(Reference):
     """Wortsman et al. 2023, as optimi has it."""
 
-    options = {**_ADAM, "betas": (0.9, 0.99), "weight_decay": 1e-2}
+    options: ClassVar = {**_ADAM, "betas": (0.9, 0.99), "weight_decay": 1e-2}
 
     def update(self, p, g, s, t, o):
         eps = o["eps"]
@@ -346,7 +348,7 @@ class StableAdamW(Reference):
 class Adan(Reference):
     """Xie et al. 2022, as the authors' and timm's."""
 
-    options = {**_ADAM, "betas": (0.98, 0.92, 0.99), "no_prox": False}
+    options: ClassVar = {**_ADAM, "betas": (0.98, 0.92, 0.99), "no_prox": False}
     keeps = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "neg_pre_grad")
 
     def update(self, p, g, s, t, o):
@@ -365,7 +367,7 @@ class Adan(Reference):
 class ScheduleFreeSGD(Reference):
     """Defazio et al. 2024: gradients at y, steps of z, and x, the average, from which y is not far."""
 
-    options = {
+    options: ClassVar = {
         "lr": 1.0,
         "momentum": 0.9,
         "weight_decay": 0.0,
@@ -404,7 +406,7 @@ class ScheduleFreeSGD(Reference):
 
 
 class ScheduleFreeAdamW(ScheduleFreeSGD):
-    options = {
+    options: ClassVar = {
         **{name: value for name, value in ScheduleFreeSGD.options.items() if name != "momentum"},
         **_ADAM,
         "lr": 0.0025,
@@ -420,7 +422,7 @@ class ScheduleFreeAdamW(ScheduleFreeSGD):
 class Prodigy(Reference):
     """Mishchenko and Defazio 2023, as prodigyopt: one estimate of the distance, over all groups."""
 
-    options = {
+    options: ClassVar = {
         **_ADAM,
         "lr": 1.0,
         "beta3": None,
@@ -470,7 +472,7 @@ class Prodigy(Reference):
 class NpuFusedLamb(Lamb):
     """Ascend's: no bias correction, no weight larger than 10, and with `adam` no trust ratio."""
 
-    options = {**Lamb.options, "weight_decay": 0.0, "max_grad_norm": None, "bias_correction": False}
+    options: ClassVar = {**Lamb.options, "weight_decay": 0.0, "max_grad_norm": None, "bias_correction": False}
     options |= {"always_adapt": True, "max_weight_norm": 10.0, "adam": False}
 
     def __init__(self, params: Any, use_global_grad_norm: bool = False, **options: Any) -> None:
@@ -485,7 +487,7 @@ class NpuFusedLamb(Lamb):
 class NpuFusedRMSpropTF(Reference):
     """RMSprop as TensorFlow's: squares begin as 1, eps is below the root."""
 
-    options = {
+    options: ClassVar = {
         "lr": 1e-2,
         "alpha": 0.9,
         "eps": 1e-10,
@@ -519,7 +521,7 @@ class NpuFusedRMSpropTF(Reference):
 class EmaAdamW(Reference):
     """MindSpeed's npu_apply_fused_ema_adamw: decay in the update (mode 1) or the gradient, and an average."""
 
-    options = {**_ADAM, "ema_decay": 0.9999, "mode": 1, "bias_correction": True}
+    options: ClassVar = {**_ADAM, "ema_decay": 0.9999, "mode": 1, "bias_correction": True}
     keeps = ("exp_avg", "exp_avg_sq", "s")
 
     def update(self, p, g, s, t, o):
@@ -537,7 +539,7 @@ class EmaAdamW(Reference):
 class Words(Reference):
     """What the rule of operators.py says, in torch's operations."""
 
-    options = {"lr": 0.1, "low": -0.5, "high": 0.5}
+    options: ClassVar = {"lr": 0.1, "low": -0.5, "high": 0.5}
     keeps = ("a", "b")
 
     def update(self, p, g, s, t, o):

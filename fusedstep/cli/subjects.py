@@ -1,6 +1,7 @@
 """What `fusedstep check` checks: every optimizer, with options that together reach all that it computes.
 
-A new optimizer is a new entry of `OPTIONS`, and a class of its name in references.py unless torch.optim has one.
+A new optimizer is a new entry of `OPTIONS`, and a class of its name in references.py unless torch.optim has
+one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "betas": (0.4, 0.5), "amsgrad": True},
         {"lr": 0.05, "weight_decay": 0.3, "betas": (0.6, 0.8), "cautious": True, "eps": 0.01},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "corrected_decay": True, "peak_lr": 0.2},
-        {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "corrected_decay": True, "peak_lr": 0.2, "amsgrad": True},
+        {
+            "eps": 0.02,
+            "lr": 0.05,
+            "weight_decay": 0.3,
+            "corrected_decay": True,
+            "peak_lr": 0.2,
+            "amsgrad": True,
+        },
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "corrected_decay": True, "cautious": True},
     ),
     "RMSprop": (
@@ -101,7 +109,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.8)},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "reg_inside_moment": True, "bias_correction": False},
         {"lr": 0.05, "by_largest": True, "grad_averaging": False, "betas": (0.7, 0.8), "eps": 0.1},
-        {"eps": 0.02, "lr": 0.05, "by_largest": True, "init_zero": True, "reg_inside_moment": True, "weight_decay": 0.3},
+        {
+            "eps": 0.02,
+            "lr": 0.05,
+            "by_largest": True,
+            "init_zero": True,
+            "reg_inside_moment": True,
+            "weight_decay": 0.3,
+        },
         {"eps": 0.02, "lr": 0.05, "init_zero": True, "betas": (0.7, 0.8)},
     ),
     "Lion": (
@@ -168,7 +183,15 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "npu.npu_apply_fused_adamw_v2": ({"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9)},),
     "npu.npu_apply_fused_ema_adamw": (
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9), "ema_decay": 0.7},
-        {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "betas": (0.7, 0.9), "mode": 0, "ema_decay": 0.7, "bias_correction": False},
+        {
+            "eps": 0.02,
+            "lr": 0.05,
+            "weight_decay": 0.3,
+            "betas": (0.7, 0.9),
+            "mode": 0,
+            "ema_decay": 0.7,
+            "bias_correction": False,
+        },
     ),
     "rules": ({"lr": 0.1, "low": -0.4, "high": 0.5},),
     "plain numbers": ({"lr": 0.1, "low": -0.4, "high": 0.5},),
