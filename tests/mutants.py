@@ -140,9 +140,9 @@ def cases():
 
 @functools.cache
 def callers():
-    """Of every function the cases that call it, those that are done soonest first."""
+    """Of every function the cases that call it, by their texts."""
     found = {}
-    by_code = {_function(m, name).__code__: (m, name) for m, name, _, _ in all_mutants().values()}
+    by_code = {_function(m, name).__code__: f"{m.__name__}.{name}" for m, name, _, _ in all_mutants().values()}
     for case in cases():
         called = set()
         watch = lambda frame, event, _, called=called: called.add(frame.f_code) if event == "call" else None
@@ -155,37 +155,36 @@ def callers():
         if wrong:
             raise SystemExit(f"{case} is wrong without any mutant: {wrong}; make check green first")
         for code in called & by_code.keys():
-            found.setdefault(by_code[code], []).append(case)
+            found.setdefault(by_code[code], []).append(str(case))
     return found
 
 
-def caught(name):
-    """The case that notices a mutant, or None."""
+def caught(name, texts=None):
+    """The case that notices a mutant, of those with these texts; or None."""
     module, function, owner, other = all_mutants()[name]
+    if texts is None:
+        texts = callers().get(f"{module.__name__}.{function}", ())
     with warnings.catch_warnings(), replaced(module, function, owner, other):
         warnings.simplefilter("ignore")
-        for case in callers().get((module, function), ()):
+        for text in texts:
             try:
-                if complaints(case):
-                    return str(case)
+                if complaints(Case.of(text)):
+                    return text
             except Exception as error:
-                return f"{case} ({type(error).__name__})"
+                return f"{text} ({type(error).__name__})"
     return None
 
 
-def _begin():
-    torch.set_num_threads(1)
-    callers()
-
-
-def run(names, jobs=2, follow=lambda x, total: x):
-    """The names, each with the case that noticed it, or None."""
-    names = [*names]
+def run(names, jobs=1):
+    """Each name, with the case that noticed it, or None."""
     if jobs == 1:
-        return dict(zip(names, follow(map(caught, names), len(names)), strict=True))
+        yield from ((name, caught(name)) for name in names)
+        return
+    where = {name: f"{module.__name__}.{of}" for name, (module, of, _, _) in all_mutants().items()}
+    texts = [callers().get(where[name], ()) for name in names]
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, context, _begin) as pool:
-        return dict(zip(names, follow(pool.map(caught, names, chunksize=8), len(names)), strict=True))
+    with concurrent.futures.ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
+        yield from zip(names, pool.map(caught, names, texts, chunksize=4), strict=True)
 
 
 def unaccounted(results, equivalent, is_all):
@@ -216,11 +215,12 @@ def main():
     names = [name for name in names if not asked.parts or any(part in name for part in asked.parts)]
     equivalent = json.loads(EQUIVALENT.read_text())
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    follow = lambda found, total: track(found, "mutants", total=total, console=Console(stderr=True))
-    results = run(names, asked.jobs, follow)
-    if asked.list:
-        for name, case in results.items():
-            console.print(f"{name}   [{case}]")
+    results = {}
+    for name, case in track(run(names, asked.jobs), "mutants", total=len(names), console=Console(stderr=True)):
+        results[name] = case
+        if asked.list or (case is None and name not in equivalent):
+            console.print(f"{name}   [{case or 'SURVIVED'}]")
+            sys.stdout.flush()
     wrong = unaccounted(results, equivalent, is_all=len(names) == len(all_mutants()))
     for line in wrong:
         console.print(line)

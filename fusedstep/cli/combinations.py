@@ -32,7 +32,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "statistics": ("no", "yes"),
     "zero": ("no", "drop", "fill"),
     "groups": ("one", "several"),
-    "grads": ("all", "missing"),
+    "grads": ("all", "missing", "late"),
     "layout": ("dense", "strided"),
     "resume": ("no", "yes"),
     "rate": ("fixed", "schedule", "tensor"),

@@ -71,7 +71,7 @@ class Side:
         if not self.clips:
             self.factors = self.optimizer.factors
         for i, (p, g, old) in enumerate(zip(self.params, grads, before, strict=True)):
-            self.path[i] += (p - old).abs()
+            self.path[i] += (p - old).abs().nan_to_num(0)
             if g is not None:
                 self.averages[i] = EMA_DECAY * self.averages[i] + (1 - EMA_DECAY) * p
         self.updates = [p.detach() - old for p, old in zip(self.params, before, strict=True)]

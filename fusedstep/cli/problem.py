@@ -16,6 +16,9 @@ STEPS = 7
 _SMALL = ((), (5,), (0,), (2, 3, 2, 2))
 # more than an engine works on at once; and as many as 8 bits are for
 _LARGE = {"int8": (72, 64), "stochastic": (72, 64)}
+# those that update each element by itself
+_BEAR_INFINITY = ("SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "ADOPT")
+_BEAR_INFINITY += ("BertAdam",)
 # a step that finds an infinity, where steps may be skipped
 SKIPPED = 3
 # by which gradients are multiplied where a scaler divides them, in the range of float16
@@ -34,18 +37,33 @@ class Problem:
         large = _LARGE.get(case.feature("storage"), (40, 30))
         one = case.subject.name == "plain numbers"
         self.starts, self.steps = _drawn(((), (1,)) if one else (*_SMALL, large), param, self.grad_dtype)
+        if self.has_infinite_weight:
+            self.starts = [p.clone() for p in self.starts]
+            self.starts[-1][0, 0] = -math.inf
+        if case.subject.options.get("cautious"):
+            self.steps = _turned(self.steps)
+
+    @property
+    def has_infinite_weight(self) -> bool:
+        """Whether one of its weights is infinite: without decay, nothing is to become NaN of it."""
+        case = self.case
+        is_plain = case.feature("storage") == "plain" and case.feature("statistics") == "no"
+        decays = case.subject.option("weight_decay") or case.subject.options.get("cautious")
+        return case.subject.name in _BEAR_INFINITY and is_plain and not decays
 
     def grads(self, t: int) -> list[Tensor | None]:
         """Of step `t`, from 0; in the dtype they are stored in."""
-        is_missing = self.case.feature("grads") == "missing"
-        return [None if is_missing and (i + t) % 4 == 1 else g for i, g in enumerate(self.steps[t])]
+        kind, grads = self.case.feature("grads"), self.steps[t]
+        if kind == "late" and t == 0:
+            return [torch.zeros_like(g) for g in grads]
+        return [None if kind == "missing" and (i + t) % 4 == 1 else g for i, g in enumerate(grads)]
 
     def is_skipped(self, t: int) -> bool:
         return t == SKIPPED and self.case.feature("skip") != "no"
 
     def rate(self, base: float, t: int) -> float:
-        """The learning rate of a step."""
-        return base if self.case.feature("rate") == "fixed" else base * (1 + 0.5 * math.sin(t))
+        """The learning rate of a step; schedules begin with 0."""
+        return base if self.case.feature("rate") == "fixed" else base * math.sin(t) ** 2
 
     def groups(self, params: list[Tensor], options: dict[str, Any]) -> list[dict[str, Any]]:
         """One group, or two with options of their own."""
@@ -87,6 +105,15 @@ def _drawn(shapes: Any, param: torch.dtype, grad: torch.dtype) -> tuple[list[Ten
             g.reshape(-1)[(t + i) % 3 :: 7] = 0
             step[i] = g * 0 if (t, i) in ((1, 3), (4, 0)) else g
     return starts, steps
+
+
+def _turned(steps: list[list[Tensor]]) -> list[list[Tensor]]:
+    """The same, but that all gradients of the largest tensor agree, until at last all but one are opposed."""
+    (*before, end), always = steps, steps[0][-1].clone()
+    always[-1, -1] = 1.0
+    last = -0.2 * always
+    last[-1, -1] = 1.0
+    return [*([*step[:-1], always] for step in before), [*end[:-1], last]]
 
 
 def real(t: Tensor) -> Tensor:

@@ -166,7 +166,8 @@ class BertAdam(Reference):
         rate = o["lr"]
         if o["t_total"] != -1:
             rate = rate * self.scheduled((t - 1) / o["t_total"], o["warmup"], o["schedule"])
-        return p - rate * (m / (v.sqrt() + o["e"]) + o["weight_decay"] * p)
+        u = m / (v.sqrt() + o["e"])
+        return p - rate * (u + o["weight_decay"] * p if o["weight_decay"] else u)
 
     @staticmethod
     def scheduled(x: float, warmup: float, schedule: str) -> float:
@@ -243,7 +244,7 @@ class LARS(Reference):
             ratio = 1.0
             if of_weights > 0 and of_grad > 0:
                 ratio = o["trust_coeff"] * of_weights / (of_grad + of_weights * o["weight_decay"] + o["eps"])
-            ratio = min(ratio / o["lr"], 1.0) if o["trust_clip"] else ratio
+            ratio = min(ratio, o["lr"]) / (o["lr"] or 1.0) if o["trust_clip"] else ratio
             g = ratio * (g + o["weight_decay"] * p)
         if o["momentum"]:
             b = s["momentum_buffer"]
@@ -319,7 +320,7 @@ class ADOPT(Reference):
 
     def update(self, p, g, s, t, o):
         (beta1, beta2), decay = o["betas"], o["weight_decay"]
-        g = g if o["decouple"] else g + decay * p
+        g = g + decay * p if decay and not o["decouple"] else g
         if t == 1:
             s["exp_avg_sq"] = g.square()
             return p

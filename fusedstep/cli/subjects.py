@@ -223,6 +223,11 @@ class Subject(NamedTuple):
         """Whether it has these arguments."""
         return {*options} <= _arguments(self.ours)
 
+    def option(self, name: str) -> Any:
+        """What it is given, or what it is without being told."""
+        found = inspect.signature(self.ours).parameters.get(name)
+        return self.options.get(name, None if found is None else found.default)
+
     @property
     def jumps(self) -> bool:
         """Whether a rounding may turn a whole step of an element to the other side."""
