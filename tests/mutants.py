@@ -130,7 +130,13 @@ def cases():
     for subject in SUBJECTS:
         dtype = "float64" if _case(subject).makes_sense else "float32"
         place = Place("torch" if subject.takes("engine") or dtype == "float64" else "cpu", "cpu")
-        variants = [{}, {"rate": "schedule"}, {**_AROUND, "rate": "tensor"}]
+        variants = [
+            {},
+            {"rate": "schedule"},
+            {**_AROUND, "rate": "tensor"},
+            {"steps": "one"},
+            {"grads": "late"},
+        ]
         variants += _STEPS if subject.name in ("AdamW", "NAdam", "Prodigy", "SGD") else []
         for levels in variants:
             case = _case(subject, dtype, **levels)._replace(place=place)

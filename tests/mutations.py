@@ -104,7 +104,8 @@ def replacements(node):
         yield from _of_call(node)
     elif isinstance(node, ast.Constant):
         if type(node.value) in (int, float):
-            yield ast.Constant(node.value + 1 if node.value == int(node.value) else 2 * node.value)
+            is_count = node.value == int(node.value) and abs(node.value) < 100
+            yield ast.Constant(node.value + 1 if is_count else 2 * node.value)
         elif isinstance(node.value, str):
             yield from (ast.Constant(word) for word in _OTHER_WORDS.get(node.value, ()))
 

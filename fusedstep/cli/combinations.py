@@ -35,6 +35,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "grads": ("all", "missing", "late"),
     "layout": ("dense", "strided"),
     "resume": ("no", "yes"),
+    "steps": ("many", "one"),
     "rate": ("fixed", "schedule", "tensor"),
 }
 

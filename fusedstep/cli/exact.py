@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import STEPS, Problem, real
+from .problem import Problem, real
 from .references import Reference, clip_factors
 
 EMA_DECAY = 0.7
@@ -39,7 +39,7 @@ class Side:
         with default_dtype(dtype):
             self.optimizer: Any = cls(groups, **{**subject.options, **({} if self.clips else clipping)})
             self.bases = [group["lr"] for group in self.optimizer.param_groups]
-            for t in range(STEPS):
+            for t in range(problem.count):
                 self._step(t)
         self.shown = self._shown()
 

@@ -71,7 +71,9 @@ class _AdamWV2(_Operator):
     keeps = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def apply(self, p, states, step, options):
-        npu.npu_apply_fused_adamw_v2(p, p.grad, *states, step, **options)
+        m, v, largest = states
+        largest = largest if options.get("amsgrad") else None
+        npu.npu_apply_fused_adamw_v2(p, p.grad, m, v, largest, step, **options)
 
 
 class _EmaAdamW(_Operator):

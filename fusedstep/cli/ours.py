@@ -12,7 +12,7 @@ from torch import Tensor
 import fusedstep
 
 from .exact import EMA_DECAY, default_dtype
-from .problem import SCALE, STEPS, Problem, laid_out
+from .problem import SCALE, Problem, laid_out
 
 _STORAGE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -37,8 +37,8 @@ class Ours:
             self.optimizer = self._optimizer()
             self.bases = [float(group["lr"]) for group in self.optimizer.param_groups]
             self.scaler = self._scaler()
-            for t in range(STEPS):
-                if self.case.feature("resume") == "yes" and t == STEPS // 2:
+            for t in range(problem.count):
+                if self.case.feature("resume") == "yes" and t == problem.count // 2:
                     self._resume()
                 self._step(t)
 

@@ -40,21 +40,27 @@ class Problem:
         if self.has_infinite_weight:
             self.starts = [p.clone() for p in self.starts]
             self.starts[-1][0, 0] = -math.inf
-        if case.subject.options.get("cautious"):
+        if case.subject.options.get("cautious") or case.subject.name == "Prodigy":
             self.steps = _turned(self.steps)
+
+    @property
+    def count(self) -> int:
+        """How many steps are taken."""
+        return STEPS if self.case.feature("steps") == "many" else 1
 
     @property
     def has_infinite_weight(self) -> bool:
         """Whether one of its weights is infinite: without decay, nothing is to become NaN of it."""
         case = self.case
-        is_plain = case.feature("storage") == "plain" and case.feature("statistics") == "no"
+        # a norm is infinite then, and so is an average
+        is_plain = all(case.feature(name) in ("plain", "no") for name in ("storage", "statistics", "ema"))
         decays = case.subject.option("weight_decay") or case.subject.options.get("cautious")
         return case.subject.name in _BEAR_INFINITY and is_plain and not decays
 
     def grads(self, t: int) -> list[Tensor | None]:
         """Of step `t`, from 0; in the dtype they are stored in."""
         kind, grads = self.case.feature("grads"), self.steps[t]
-        if kind == "late" and t == 0:
+        if kind == "late" and t in (0, 5):
             return [torch.zeros_like(g) for g in grads]
         return [None if kind == "missing" and (i + t) % 4 == 1 else g for i, g in enumerate(grads)]
 
@@ -62,8 +68,9 @@ class Problem:
         return t == SKIPPED and self.case.feature("skip") != "no"
 
     def rate(self, base: float, t: int) -> float:
-        """The learning rate of a step; schedules begin with 0."""
-        return base if self.case.feature("rate") == "fixed" else base * math.sin(t) ** 2
+        """The learning rate of a step; schedules begin with 0, and those of tensors with the highest."""
+        kind = self.case.feature("rate")
+        return base if kind == "fixed" else base * (math.sin(t) if kind == "schedule" else math.cos(t)) ** 2
 
     def groups(self, params: list[Tensor], options: dict[str, Any]) -> list[dict[str, Any]]:
         """One group, or two with options of their own."""

@@ -19,7 +19,7 @@ from fusedstep import npu
 from . import operators, references
 
 _CLIPPED = {"max_grad_norm": 0.5}
-_SCHEDULE = {"e": 0.02, "lr": 0.05, "warmup": 0.3, "t_total": 5, "weight_decay": 0.1}
+_SCHEDULE = {"e": 0.02, "lr": 0.05, "warmup": 0.4, "t_total": 5, "weight_decay": 0.1}
 _TRUST = {"lr": 0.2, "trust_coeff": 0.05, "weight_decay": 0.1, "eps": 0.3}
 
 # options of each, by its name; the rates are such that steps show in sixteen bits
@@ -97,6 +97,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"eps": 0.02, "lr": 0.05, "bias_correction": False, "grad_averaging": False, "max_weight_norm": 1.5},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.0, "max_grad_norm": None},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.0, "always_adapt": True, "trust_bounds": (0.0, 2.0)},
+        {"eps": 0.02, "lr": 0.05, "weight_decay": 1.0, "always_adapt": True},
     ),
     "LARS": (
         {"lr": 0.1, "weight_decay": 0.0},
@@ -130,7 +131,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"eps": 0.02, "lr": 0.02, "t_alpha_beta3": 40, "betas": (0.9, 0.9, 0.8)},
     ),
     "ADOPT": (
-        {"lr": 0.05, "eps": 0.4, "betas": (0.7, 0.9)},
+        {"lr": 0.05, "eps": 0.4, "betas": (0.7, 0.9), "clip_exp": 0.0},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "clip_exp": 0.1},
         {"lr": 0.05, "weight_decay": 0.3, "decouple": True, "clip_exp": None, "eps": 0.01},
     ),
@@ -153,8 +154,15 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "Prodigy": (
         {"d0": 0.01, "weight_decay": 0.3, "eps": 0.1},
         {"d0": 0.01, "lr": 0.7, "weight_decay": 0.3, "decouple": False, "beta3": 0.6, "d_coef": 1.5},
-        {"d0": 0.01, "use_bias_correction": True, "betas": (0.6, 0.8), "growth_rate": 1.1},
-        {"d0": 0.01, "safeguard_warmup": True, "betas": (0.0, 0.9), "growth_rate": 1.5},
+        {"d0": 0.001, "use_bias_correction": True, "betas": (0.6, 0.8), "growth_rate": 1.1},
+        {
+            "d0": 0.001,
+            "weight_decay": 0.3,
+            "safeguard_warmup": True,
+            "betas": (0.0, 0.9),
+            "growth_rate": 1.5,
+            "beta3": 0.0,
+        },
     ),
     "npu.NpuFusedSGD": ({"lr": 0.1, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.2},),
     "npu.NpuFusedAdam": ({"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "amsgrad": True},),
@@ -180,7 +188,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9)},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "betas": (0.4, 0.5), "amsgrad": True, "maximize": True},
     ),
-    "npu.npu_apply_fused_adamw_v2": ({"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9)},),
+    "npu.npu_apply_fused_adamw_v2": (
+        {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9)},
+        {"lr": 0.05, "eps": 0.1, "betas": (0.4, 0.5), "amsgrad": True},
+    ),
     "npu.npu_apply_fused_ema_adamw": (
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9), "ema_decay": 0.7},
         {
