@@ -11,7 +11,8 @@ import torch
 
 import fusedstep
 from fusedstep._algorithm.program import Rule
-from tests import peers, reference
+from fusedstep.cli import references
+from tests import reference
 
 
 class Case(NamedTuple):
@@ -63,8 +64,8 @@ class Case(NamedTuple):
 _SGD = fusedstep.SGD, torch.optim.SGD, reference.sgd
 _ADAM = fusedstep.Adam, torch.optim.Adam, reference.adam
 _ADAMW = fusedstep.AdamW, torch.optim.AdamW, reference.adamw
-_BERT_ADAM = fusedstep.BertAdam, peers.BertAdam, reference.bert_adam
-_LAMB = fusedstep.Lamb, peers.Lamb, reference.lamb
+_BERT_ADAM = fusedstep.BertAdam, references.BertAdam, reference.bert_adam
+_LAMB = fusedstep.Lamb, references.Lamb, reference.lamb
 # the warm-up ends within the first steps of a test, and the schedule before the last
 _WARM = {"lr": 1e-2, "warmup": 0.2, "t_total": 30}
 

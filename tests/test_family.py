@@ -66,6 +66,8 @@ def ours_of(case):
         return None
     if reference == "pytorch_optimizer.Lion" and not options.pop("weight_decouple", True):
         return None
+    if reference == "timm.optim.Lamb" and options.pop("trust_clip", False):
+        options["trust_bounds"] = (0.0, 1.0)
     if reference == "pytorch_optimizer.Adan":
         options["no_prox"] = options.pop("weight_decouple", False)
     return {**ALWAYS.get(reference, {}), **{NAMES.get(name, name): value for name, value in options.items()}}

@@ -8,19 +8,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 import fusedstep
-from tests import peers
+from fusedstep.cli import references
 
 # some gradients are larger, some are not
 LIMIT = 5.0
 # weights that differ in their last bit may be cast to neighbours in sixteen bits
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-3, "16-mixed": 5e-3}
-
-
-class PeerLamb(peers.Lamb):
-    def step(self, closure=None):
-        loss = closure() if closure else None
-        super().step()
-        return loss
 
 
 optimizers = pytest.mark.parametrize(
@@ -29,7 +22,7 @@ optimizers = pytest.mark.parametrize(
         (fusedstep.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
         # a smaller eps would make a whole step of a gradient that is but the noise of sixteen bits
         (fusedstep.AdamW, torch.optim.AdamW, {"lr": 0.05, "eps": 1e-2}),
-        (fusedstep.Lamb, PeerLamb, {"lr": 0.2, "eps": 1e-2, "max_grad_norm": None}),
+        (fusedstep.Lamb, references.Lamb, {"lr": 0.2, "eps": 1e-2, "max_grad_norm": None}),
     ],
     ids=["sgd", "adamw", "lamb"],
 )

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 import fusedstep
-from tests import peers
+from fusedstep.cli import references
 
 LIMIT = 0.5
 STEPS, WARMUP = 12, 3
@@ -22,7 +22,7 @@ optimizers = pytest.mark.parametrize(
         (fusedstep.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         # a smaller eps would make a whole step of a gradient that is but the noise of sixteen bits
         (fusedstep.AdamW, torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2}),
-        (fusedstep.Lamb, peers.Lamb, {"lr": 0.02, "eps": 1e-2, "max_grad_norm": None}),
+        (fusedstep.Lamb, references.Lamb, {"lr": 0.02, "eps": 1e-2, "max_grad_norm": None}),
     ],
     ids=["sgd", "adamw", "lamb"],
 )

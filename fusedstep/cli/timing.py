@@ -155,10 +155,10 @@ def _wall_time(step: Step, rounds: int) -> float:
     return 1e3 * (time.perf_counter() - begin) / rounds
 
 
-def copy_bandwidth(device: str) -> float:
+def copy_bandwidth(device: str, numel: int | None = None) -> float:
     """Bytes read and written per millisecond by a large copy on this device: the limit of any update."""
     # on a CPU eight times what its caches hold, mostly; a copy takes as many threads as torch has
-    source = torch.randn(1 << (28 if device == "cuda" else 26), device=device)
+    source = torch.randn(numel or 1 << (28 if device == "cuda" else 26), device=device)
     target = torch.empty_like(source)
     copy = lambda: target.copy_(source)
     copy()

@@ -8,7 +8,7 @@ virtual environment with
 
     torch 2.13.0 (CPU), timm 1.0.30 (without its dependencies), pytorch_optimizer 4.1.0,
     schedulefree 1.4.1, prodigyopt 1.1.2, lion-pytorch 0.2.5, torch-optimi 0.3.3,
-    packaging (torch-optimi needs it)
+    packaging (torch-optimi needs it), pytorch-pretrained-bert 0.6.2 (without its dependencies)
 
 and, for ADOPT, put the folder src of the repository iShohei220/adopt (commit
 6468572) on PYTHONPATH: the package of that name in package indexes is another
@@ -161,6 +161,7 @@ REFERENCES = {
     "timm.optim.NvNovoGrad": ("timm.optim.nvnovograd", "NvNovoGrad", "timm"),
     "timm.optim.Adopt": ("timm.optim.adopt", "Adopt", "timm"),
     "timm.optim.Adan": ("timm.optim.adan", "Adan", "timm"),
+    "timm.optim.Lamb": ("timm.optim.lamb", "Lamb", "timm"),
     "timm.optim.AdamWLegacy": ("timm.optim.adamw", "AdamWLegacy", "timm"),
     "adopt.ADOPT": ("adopt", "ADOPT", None),
     **{
@@ -171,6 +172,11 @@ REFERENCES = {
     "schedulefree.AdamWScheduleFree": ("schedulefree", "AdamWScheduleFree", "schedulefree"),
     "schedulefree.SGDScheduleFree": ("schedulefree", "SGDScheduleFree", "schedulefree"),
     "prodigyopt.Prodigy": ("prodigyopt", "Prodigy", "prodigyopt"),
+    "pytorch_pretrained_bert.BertAdam": (
+        "pytorch_pretrained_bert.optimization",
+        "BertAdam",
+        "pytorch_pretrained_bert",
+    ),
 }
 
 # The classes without a foreach switch.
@@ -179,6 +185,8 @@ PLAIN = {
     "timm.optim.Lars",
     "timm.optim.NvNovoGrad",
     "prodigyopt.Prodigy",
+    "timm.optim.Lamb",
+    "pytorch_pretrained_bert.BertAdam",
 }
 
 WAVE, WIDE = "wave", "float64"  # marks: the learning rate changes; default dtype float64
@@ -426,11 +434,29 @@ def cases():
     )
     yield name, "pytorch_optimizer.AdamC", {"lr": 0.01, "weight_decay": 0.1, "normalized": True}, WAVE
 
+    name, reference = "Lamb", "timm.optim.Lamb"
+    yield name, reference, {}
+    yield name, reference, {"lr": 0.02, "weight_decay": 0.1, "max_grad_norm": None}
+    yield name, reference, {"lr": 0.02, "weight_decay": 0.1, "trust_clip": True, "eps": 1e-2}
+    yield name, reference, {"lr": 0.02, "weight_decay": 0.0}
+    yield name, reference, {"lr": 0.02, "weight_decay": 0.0, "always_adapt": True, "betas": (0.8, 0.9)}
+    yield name, reference, {"lr": 0.02, "bias_correction": False, "grad_averaging": False}
+    yield name, reference, {"lr": 0.02, "weight_decay": 0.1}, WAVE
+
+    name, reference = "BertAdam", "pytorch_pretrained_bert.BertAdam"
+    yield name, reference, {"lr": 0.01}
+    yield name, reference, {"lr": 0.01, "warmup": 0.2, "t_total": 80}
+    yield name, reference, {"lr": 0.01, "warmup": 0.2, "t_total": 80, "schedule": "warmup_constant"}
+    yield name, reference, {"lr": 0.01, "b1": 0.8, "b2": 0.95, "e": 1e-3, "weight_decay": 0.1}
+    yield name, reference, {"lr": 0.01, "max_grad_norm": -1, "weight_decay": 0.1}
+
 
 def load(reference):
     module, name, _ = REFERENCES[reference]
     if module.startswith("timm."):
         bare_package("timm.optim")
+    if module.startswith("pytorch_pretrained_bert."):
+        bare_package("pytorch_pretrained_bert")
     return getattr(importlib.import_module(module), name)
 
 

@@ -1,0 +1,242 @@
+"""How numbers are judged: |ours - f64| <= 2 |theirs - f64| + tiny, over all parameters, and over each state.
+
+Theirs is torch.optim's in the same dtype, where torch has the optimizer and computes in float32; else the
+reference itself, computed in float64 and rounded to what is stored after every step. `tiny` is a few roundings
+of what is stored, so that the others being right by luck is no failure, and of what all steps together moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .combinations import Case
+from .exact import Side
+from .ours import Ours
+from .problem import STEPS, Problem, real
+from .references import Reference
+
+# roundings of what is stored, by its bytes: sixteen bits are rounded at every step, and no norm is exact
+_STORED = {2: 8, 4: 4, 8: 32}
+# roundings of an update, in the dtype that it is computed in, and in that of its states
+_COMPUTED, _OF_STATES = 64, 2
+# what 8 bits of states may cost, of the way that parameters went
+_INT8 = 0.2
+
+
+class Both(NamedTuple):
+    """What a case is compared with: the reference in float64, and theirs."""
+
+    exact: Side
+    theirs: Side
+
+
+_known: dict[tuple, Both] = {}
+# what a reference knows of
+_SEEN = ("storage", "clip", "groups", "grads", "rate", "steps", "statistics", "ema")
+
+
+def both_of(problem: Problem) -> Both:
+    """References, once for all cases that differ in what these do not know of."""
+    case = problem.case
+    levels = tuple(case.feature(name) for name in _SEEN)
+    key = str(case.subject), case.dtype, case.feature("skip") == "no", *levels
+    if key not in _known:
+        if len(_known) >= 1000:
+            _known.clear()
+        exact = Side(problem, torch.float64)
+        _known[key] = Both(exact, _theirs(problem, exact))
+    return _known[key]
+
+
+def _theirs(problem: Problem, exact: Side) -> Side:
+    case, wide, storage = problem.case, real_dtype(problem.dtype), problem.case.feature("storage")
+    is_torchs = not issubclass(case.subject.reference, Reference)
+    if is_torchs and case.dtype in ("float32", "complex64") and storage == "plain":
+        return Side(problem, torch.float32)
+    if wide == torch.float64:
+        return exact
+    stored = {"split": torch.float32, "master": torch.float32, "split8": "split8"}.get(storage, wide)
+    return Side(problem, torch.float64, stored, problem.state_dtype or wide)
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return real(torch.empty(0, dtype=dtype)).dtype
+
+
+def eps(dtype: torch.dtype) -> float:
+    return torch.finfo(real_dtype(dtype)).eps
+
+
+def complaints(case: Case) -> list[str]:
+    """What is wrong with a combination, in words and numbers; nothing, if all is right."""
+    problem = Problem(case)
+    both = both_of(problem)
+    ours = Ours(problem)
+    return [*ours.complaints, *filter(None, Judge(problem, both, ours).all())]
+
+
+class Judge:
+    """Compares what a case led to with what it should have led to; every sentence is a complaint."""
+
+    def __init__(self, problem: Problem, both: Both, ours: Ours) -> None:
+        self.case, self.ours, (self.exact, self.theirs) = problem.case, ours, both
+        self.storage, self.dtype = self.case.feature("storage"), problem.dtype
+        self.computed = torch.promote_types(real_dtype(problem.dtype), torch.float32)
+        self.is_wide = self.computed == torch.float64
+        # a rounding may turn a sign: what counts are most elements
+        self.most = self.case.subject.jumps and not self.is_wide
+        path = float(_flat(self.exact.path).max())
+        self.state_dtype = problem.state_dtype or problem.dtype
+        self.slack = (_COMPUTED * eps(self.computed) + _OF_STATES * eps(self.state_dtype)) * path
+
+    def all(self) -> Iterator[str | None]:
+        yield self._params("parameters", self.theirs.params, self.exact.params)
+        if self.storage not in ("int8", "stochastic"):
+            yield from self._states()
+            if self.case.feature("ema") == "yes":
+                yield self._averages()
+        if self.case.feature("statistics") == "yes":
+            yield from self._statistics()
+        if self.exact.shown is not None:
+            for _ in range(2):
+                # the second time changes nothing
+                self.ours.optimizer.eval()
+            yield self._params("parameters after eval()", self.theirs.shown, self.exact.shown)
+            self.ours.optimizer.train()
+            yield self._params("parameters after train()", self.theirs.params, self.exact.params)
+
+    def _compare(self, what: str, ours: Any, theirs: Any, exact: Any, tiny: float) -> str | None:
+        ours, theirs, exact = map(_flat, (ours, theirs, exact))
+        wrong = (ours != exact) & ~torch.isfinite(ours)
+        if wrong.any():
+            return f"{what}: {int(wrong.sum())} of {len(ours)} numbers are NaN or infinite"
+        apart, others = _apart(ours, exact), _apart(theirs, exact)
+        off = float(apart.quantile(0.9) if self.most else apart.max())
+        allowed = 2 * float(others.max()) + tiny
+        if off <= allowed:
+            return None
+        size = _largest([exact])
+        return f"{what}: off by {off:.3g}, {allowed:.3g} is allowed, the largest number is {size:.3g}"
+
+    def _params(self, what: str, theirs: Any, exact: Any) -> str | None:
+        largest = _largest(exact)
+        if self.storage == "int8":
+            return self._close_in_sum(what, exact)
+        if self.storage == "stochastic":
+            return self._unbiased(what, exact)
+        roundings = _STORED[self.dtype.itemsize if not self.dtype.is_complex else 4] * eps(self.dtype)
+        if self.storage != "plain":
+            # of masters, and once at the end
+            roundings = _STORED[4] * eps(torch.float32) + 0.51 * eps(self.dtype)
+        return self._compare(what, self.ours.params, theirs, exact, roundings * largest + self.slack)
+
+    def _close_in_sum(self, what: str, exact: Any) -> str | None:
+        off = float((_flat(self.ours.params) - _flat(exact)).norm())
+        way = float(_flat(self.exact.path).norm())
+        allowed = _INT8 * way + STEPS * eps(self.dtype) * float(_flat(exact).norm())
+        if off <= allowed:
+            return None
+        return f"{what}: off by {off:.3g} in all, {allowed:.3g} is allowed with int8; they went {way:.3g}"
+
+    def _unbiased(self, what: str, exact: Any) -> str | None:
+        exact = _flat(exact)
+        # what is always rounded towards zero shows in this
+        off = (_flat(self.ours.params) - exact) * exact.sign()
+        largest, path = float(exact.abs().max()), float(_flat(self.exact.path).max())
+        most, allowed = float(off.abs().quantile(0.9)), eps(self.dtype) * (STEPS * largest + _COMPUTED * path)
+        if not most <= allowed:
+            return f"{what}: off by {most:.3g}, {allowed:.3g} is allowed with stochastic rounding"
+        if what != "parameters":
+            # shown, they are rounded to nearest
+            return None
+        mean, allowed = float(off.mean()), 6 * float(off.std()) / math.sqrt(len(off))
+        if abs(mean) > allowed:
+            return (
+                f"{what}: off by {mean:.3g} in the mean, {allowed:.3g} is allowed of what is rounded at random"
+            )
+        return None
+
+    def _states(self) -> Iterator[str | None]:
+        exact, theirs, ours = self.exact.optimizer, self.theirs.optimizer, self.ours.optimizer
+        names = {name for p in self.exact.params for name in exact.state[p]} - {"step"}
+        if not issubclass(self.case.subject.reference, Reference):
+            yield self._unknown(names)
+        for name in sorted(names):
+            found = [
+                (ours.state[p][name], theirs.state[q][name], exact.state[e][name])
+                for p, q, e in zip(self.ours.params, self.theirs.params, self.exact.params, strict=True)
+                if name in exact.state[e] and name in ours.state.get(p, {})
+            ]
+            found = [each for each in found if all(isinstance(t, Tensor) for t in each)]
+            if found:
+                mine, others, right = zip(*found, strict=True)
+                size = mine[0].dtype.itemsize // (2 if mine[0].is_complex() else 1)
+                tiny = _STORED[size] * eps(mine[0].dtype) + _COMPUTED * eps(self.computed)
+                tiny *= _largest(right)
+                # some are made of parameters
+                yield self._compare(
+                    f"state {name}", mine, others, right, tiny + self.slack * eps(self.computed)
+                )
+
+    def _unknown(self, names: set[str]) -> str | None:
+        """States of ours that torch's has not."""
+        kept = {name for p in self.ours.params for name in self.ours.optimizer.state.get(p, {})}
+        more = kept - names - {"step", "ema", "master", "master_rest"}
+        return f"states {sorted(more)}, which torch has not" if more and self._keeps_all else None
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Operators are handed all that they might need."""
+        return self.case.subject.takes("state_dtype")
+
+    def _averages(self) -> str | None:
+        state = self.ours.optimizer.state
+        found = [i for i, p in enumerate(self.ours.params) if "ema" in state.get(p, {})]
+        if not found:
+            return "there are no averages"
+        mine = [state[self.ours.params[i]]["ema"] for i in found]
+        theirs, exact = ([side.averages[i] for i in found] for side in (self.theirs, self.exact))
+        tiny = _STORED[8] * eps(self.computed) * _largest(exact)
+        return self._compare("state ema", mine, theirs, exact, tiny + self.slack)
+
+    def _statistics(self) -> Iterator[str | None]:
+        seen, exact = self.ours.optimizer.statistics(), self.exact
+        live = [i for i, g in enumerate(exact.last) if g is not None and g.numel()]
+        grads, params, updates = (
+            _flat([x[i] for i in live]) for x in (exact.last, exact.params, exact.updates)
+        )
+        is_coarse = self.storage in ("int8", "stochastic")
+        # what is stored coarsely is updated by something else than in float64
+        coarse = eps(self.dtype) + eps(self.state_dtype)
+        of_update = 0.5 if is_coarse or self.most else 1e-9 if self.is_wide else 1e-3 + 16 * coarse
+        measured = max(1e-9, 64 * eps(self.computed))
+        expected = {
+            "grad_norm": (float(torch.linalg.vector_norm(grads, exact.norm_type)), measured),
+            "param_norm": (float(params.norm()), max(of_update, measured)),
+            "update_norm": (float(updates.norm()), of_update),
+            "clip_factor": (min(exact.factors), measured),
+            "nonfinite": (0.0, 0.0),
+        }
+        for name, (number, share) in expected.items():
+            found = float(getattr(seen, name))
+            if not abs(found - number) <= share * abs(number):
+                yield f"statistics: {name} is {found:.9g}, expected {number:.9g}"
+
+
+def _flat(tensors: Any) -> Tensor:
+    return torch.cat([real(t.detach()).cpu().double().reshape(-1) for t in tensors])
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """How far numbers are from each other: infinities that are the same, not at all."""
+    return torch.where(a == b, 0.0, (a - b).abs())
+
+
+def _largest(tensors: Any) -> float:
+    """Of the numbers that are finite."""
+    return float(_flat(tensors).nan_to_num(0, 0, 0).abs().max())

@@ -1,0 +1,139 @@
+"""What `fusedstep check` steps: parameters and gradients, and what is done to both sides before a step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .combinations import DTYPES, Case
+
+STEPS = 7
+# one element, a few that begin as zeros, none at all, four dimensions for channels_last
+_SMALL = ((), (5,), (0,), (2, 3, 2, 2))
+# more than an engine works on at once; and as many as 8 bits are for
+_LARGE = {"int8": (72, 64), "stochastic": (72, 64)}
+# those that update each element by itself
+_BEAR_INFINITY = ("SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "ADOPT")
+_BEAR_INFINITY += ("BertAdam",)
+# a step that finds an infinity, where steps may be skipped
+SKIPPED = 3
+# by which gradients are multiplied where a scaler divides them, in the range of float16
+SCALE = 8.0
+# the norms of some steps are larger, those of others smaller
+LIMITS = {"norm": (6.0, 2.0), "largest": (1.0, 0.5)}
+
+
+class Problem:
+    """Of a case: where its parameters begin, and its gradients."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        param, grad, state = DTYPES[case.dtype]
+        self.dtype, self.grad_dtype, self.state_dtype = param, grad or param, state
+        large = _LARGE.get(case.feature("storage"), (40, 30))
+        one = case.subject.name == "plain numbers"
+        self.starts, self.steps = _drawn(((), (1,)) if one else (*_SMALL, large), param, self.grad_dtype)
+        if self.has_infinite_weight:
+            self.starts = [p.clone() for p in self.starts]
+            self.starts[-1][0, 0] = -math.inf
+        if case.subject.options.get("cautious") or case.subject.name == "Prodigy":
+            self.steps = _turned(self.steps)
+
+    @property
+    def count(self) -> int:
+        """How many steps are taken."""
+        return STEPS if self.case.feature("steps") == "many" else 1
+
+    @property
+    def has_infinite_weight(self) -> bool:
+        """Whether one of its weights is infinite: without decay, nothing is to become NaN of it."""
+        case = self.case
+        # a norm is infinite then, and so is an average
+        is_plain = all(case.feature(name) in ("plain", "no") for name in ("storage", "statistics", "ema"))
+        decays = case.subject.option("weight_decay") or case.subject.options.get("cautious")
+        return case.subject.name in _BEAR_INFINITY and is_plain and not decays
+
+    def grads(self, t: int) -> list[Tensor | None]:
+        """Of step `t`, from 0; in the dtype they are stored in."""
+        kind, grads = self.case.feature("grads"), self.steps[t]
+        if kind == "late" and t in (0, 5):
+            return [torch.zeros_like(g) for g in grads]
+        return [None if kind == "missing" and (i + t) % 4 == 1 else g for i, g in enumerate(grads)]
+
+    def is_skipped(self, t: int) -> bool:
+        return t == SKIPPED and self.case.feature("skip") != "no"
+
+    def rate(self, base: float, t: int) -> float:
+        """The learning rate of a step; schedules begin with 0, and those of tensors with the highest."""
+        kind = self.case.feature("rate")
+        return base if kind == "fixed" else base * (math.sin(t) if kind == "schedule" else math.cos(t)) ** 2
+
+    def groups(self, params: list[Tensor], options: dict[str, Any]) -> list[dict[str, Any]]:
+        """One group, or two with options of their own."""
+        if self.case.feature("groups") == "one":
+            return [{"params": params}]
+        own: dict[str, Any] = (
+            {} if self.case.subject.name == "Prodigy" else {"lr": 0.5 * options.get("lr", 1.0)}
+        )
+        if "weight_decay" in options:
+            own["weight_decay"] = 0.5 * options["weight_decay"]
+        if self.case.feature("clip") != "no":
+            own["max_grad_norm"] = LIMITS[self.case.feature("clip")][1]
+        return [{"params": params[::2]}, {"params": params[1::2], **own}]
+
+    @property
+    def clipping(self) -> dict[str, Any]:
+        """Options that limit norms."""
+        kind = self.case.feature("clip")
+        if kind == "no":
+            return {}
+        return {"max_grad_norm": LIMITS[kind][0], "norm_type": 2.0 if kind == "norm" else math.inf}
+
+
+@functools.lru_cache(8)
+def _drawn(shapes: Any, param: torch.dtype, grad: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]]]:
+    random = torch.Generator().manual_seed(20)
+
+    def draw(shape: Any, dtype: torch.dtype) -> Tensor:
+        parts = 2 if dtype.is_complex else 1
+        numbers = torch.randn((*shape, parts), generator=random, dtype=torch.float64)
+        return (torch.view_as_complex(numbers) if dtype.is_complex else numbers[..., 0]).to(dtype)
+
+    starts = [draw(shape, param) * (0 if i == 1 else 1) for i, shape in enumerate(shapes)]
+    scales = [1.0, 0.1, 3.0, 0.5, 0.02, 2.0, 1.0]
+    steps = [[scale * draw(shape, grad) for shape in shapes] for scale in scales[:STEPS]]
+    for t, step in enumerate(steps):
+        for i, g in enumerate(step):
+            # some elements have no gradient now and then, some tensors
+            g.reshape(-1)[(t + i) % 3 :: 7] = 0
+            step[i] = g * 0 if (t, i) in ((1, 3), (4, 0)) else g
+    return starts, steps
+
+
+def _turned(steps: list[list[Tensor]]) -> list[list[Tensor]]:
+    """The same, but that all gradients of the largest tensor agree, until at last all but one are opposed."""
+    (*before, end), always = steps, steps[0][-1].clone()
+    always[-1, -1] = 1.0
+    last = -0.2 * always
+    last[-1, -1] = 1.0
+    return [*([*step[:-1], always] for step in before), [*end[:-1], last]]
+
+
+def real(t: Tensor) -> Tensor:
+    """A complex number as two."""
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def laid_out(t: Tensor, strided: bool) -> Tensor:
+    """A copy, in an order of its own if it is to be strided."""
+    if not strided or t.dim() == 0:
+        return t.clone(memory_format=torch.contiguous_format)
+    if t.dim() == 4:
+        return t.clone(memory_format=torch.channels_last)
+    if t.dim() == 2:
+        return t.t().contiguous().t()
+    return torch.stack([t, t], dim=-1)[..., 0]
