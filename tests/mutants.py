@@ -147,7 +147,7 @@ def cases():
 @functools.cache
 def callers():
     """Of every function the cases that call it, by their texts."""
-    found = {}
+    found, wrong = {}, []
     by_code = {_function(m, name).__code__: f"{m.__name__}.{name}" for m, name, _, _ in all_mutants().values()}
     for case in cases():
         called = set()
@@ -155,13 +155,13 @@ def callers():
         forget()
         sys.setprofile(watch)
         try:
-            wrong = complaints(case)
+            wrong += [f"{case}: {complaint}" for complaint in complaints(case)]
         finally:
             sys.setprofile(None)
-        if wrong:
-            raise SystemExit(f"{case} is wrong without any mutant: {wrong}; make check green first")
         for code in called & by_code.keys():
             found.setdefault(by_code[code], []).append(str(case))
+    if wrong:
+        raise SystemExit("\n".join(["without any mutant these are wrong; make check green first:", *wrong]))
     return found
 
 

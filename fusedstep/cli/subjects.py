@@ -96,8 +96,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "trust_bounds": (0.9, 1.3), "betas": (0.6, 0.8)},
         {"eps": 0.02, "lr": 0.05, "bias_correction": False, "grad_averaging": False, "max_weight_norm": 1.5},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.0, "max_grad_norm": None},
-        {"eps": 0.02, "lr": 0.05, "weight_decay": 0.0, "always_adapt": True, "trust_bounds": (0.0, 2.0)},
-        {"eps": 0.02, "lr": 0.05, "weight_decay": 1.0, "always_adapt": True},
+        {"eps": 0.02, "lr": 0.05, "weight_decay": 0.0, "always_adapt": True},
+        {"eps": 0.02, "lr": 0.05, "weight_decay": 1.0, "always_adapt": True, "trust_bounds": (0.0, 2.0)},
     ),
     "LARS": (
         {"lr": 0.1, "weight_decay": 0.0},
@@ -190,7 +190,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "npu.npu_apply_fused_adamw_v2": (
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9)},
-        {"lr": 0.05, "eps": 0.1, "betas": (0.4, 0.5), "amsgrad": True},
+        {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.4, 0.5), "amsgrad": True},
     ),
     "npu.npu_apply_fused_ema_adamw": (
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9), "ema_decay": 0.7},
