@@ -17,8 +17,8 @@ test-torch: .venv-torch-$(TORCH)/ready
 	.venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 # our optimizers in other people's trainers, with the versions in requirements-integrations.txt
-test-integrations: .venv/integrations
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+test-integrations: .venv/integrations/ready
+	PYTHONPATH=.venv/integrations $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -57,9 +57,12 @@ docs-look: .venv/docs
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* 'numpy<2.4' -e '.[cli,test]'
 	touch $@
 
-# nothing is resolved, so nothing can replace torch; the list is complete
-.venv/integrations: .venv/ready requirements-integrations.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-integrations.txt
+# nothing is resolved, so nothing can replace torch; and in a folder of their own, where other tests do not see them:
+# with torchvision there, Lightning imports it, which fails beside a CPU build of torch
+.venv/integrations/ready: .venv/ready requirements-integrations.txt
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+		-r requirements-integrations.txt
 	touch $@
 
 .venv/docs: .venv/ready
