@@ -48,12 +48,18 @@ class Stage:
         return float(math.prod(shape))
 
     def states(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """What it keeps for a tensor of this shape, or for a part of it: shapes of float32 tensors, by name."""
+        """What it keeps for a tensor of this shape, or for a part of it: shapes by name. They are float32, or
+        float64 as their parameter.
+        """
         return {}
 
     def finish(
-        self, target: Tensor, states: list[dict[str, Any]], add_up: Callable[[Tensor], None] | None
+        self,
+        target: Tensor,
+        states: list[dict[str, Any]],
+        skip: Tensor,
+        add_up: Callable[[Tensor], None] | None,
     ) -> None:
-        """What is left to do to a stack of parts, each with its states; where a tensor's rows are divided among
-        ranks, `add_up` adds up what each of them has, in place.
+        """What is left to do to a stack of parts, each with its states, which must stay as they are where
+        `skip` is True. Where a tensor's rows are divided among ranks, `add_up` adds up what each has, in place.
         """

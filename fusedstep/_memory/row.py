@@ -235,6 +235,8 @@ def make_row(
     param = found_master(p, state) or param_format(whole, storage, settings.owner)
     states = [there[name] or state_format(whole, rule, name, storage) for name in names]
     formats = (param, plain_format(g), *states)
+    if rule.stages and whole.is_complex():
+        raise RuntimeError(f"{settings.owner} does not support complex parameters")
     formats += stage_formats(whole, rule, formats)
     program = program_of(update, settings.spec, formats)
     kept = [state[plane.name] for plane in program.state_planes if plane.name in state]
@@ -273,7 +275,8 @@ def make_row(
             )
         for name, shape in stage.states((*p.shape,)).items():
             if not isinstance(state.get(name), Tensor):
-                made = torch.zeros(shape, dtype=torch.float32, device=p.device)
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                made = torch.zeros(shape, dtype=dtype, device=p.device)
                 fresh[name] = shards.like(made, whole, [*stage.states((*whole.shape,))[name]])
     row = Row(
         param=whole,

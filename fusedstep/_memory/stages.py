@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._algorithm.program import Staged
+from .._engines import SKIP
 from . import shards
 from .bucket import Bucket
 from .exchange import Exchange, Shares, divide
@@ -129,14 +130,14 @@ class Stack:
         for part, each in zip(target, made, strict=True):
             part.copy_(shards.part_of(each, self._like))
 
-    def end(self, bucket: Bucket) -> None:
-        """Wait for what others have worked on, and do the rest."""
+    def end(self, bucket: Bucket, skip: Tensor) -> None:
+        """Wait for what others have worked on, and do the rest; `skip` says whether the step is."""
         for exchange in self._exchanges:
             exchange.wait()
         self._exchanges, rows = [], bucket.rows
         for part in self._parts:
             states = [self._states(rows[self._first + i].state) for i in range(part.start, part.stop)]
-            self.stage.finish(self.target[part], states, self._add_up if self._division else None)
+            self.stage.finish(self.target[part], states, skip, self._add_up if self._division else None)
 
     def _states(self, state: dict[str, Any]) -> dict[str, Tensor]:
         """The parts that are here of what the stage keeps for a tensor."""
@@ -169,7 +170,7 @@ class Stages:
                     begin += size
             bucket.lend_workspaces(workspaces)
 
-    def run(self, k: int) -> None:
+    def run(self, k: int, status: Tensor) -> None:
         """What comes after sweep `k`."""
         stacks = [(bucket, stack) for bucket, stack in self._stacks if stack.after == k]
         for bucket, stack in stacks:
@@ -177,4 +178,4 @@ class Stages:
         for _, stack in stacks:
             stack.work(self._replays, self._left)
         for bucket, stack in stacks:
-            stack.end(bucket)
+            stack.end(bucket, status[SKIP] != 0)

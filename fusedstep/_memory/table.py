@@ -264,7 +264,7 @@ class Table:
         for reduction in self.reductions[k]:
             shards.all_reduce_rows_(*reduction)
         if self.stages is not None:
-            self.stages.run(k)
+            self.stages.run(k, self.status)
 
     def _upload_cells(self) -> None:
         captures = is_capturing()

@@ -154,7 +154,7 @@ def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: 
     is_coarse = storage in ("int8", "stochastic") or dtype in ("bfloat16", "float16", "float32/bfloat16")
     if is_coarse and (subject.name == "Prodigy" or subject.options.get("centered")):
         return False
-    return not (subject.name == "rules" and dtype == "complex64")
+    return not (subject.name in ("rules", "Muon") and dtype == "complex64")
 
 
 def _factors(where: Sequence[Place], subjects: Sequence[Subject]) -> dict[str, Sequence[Any]]:
@@ -184,7 +184,8 @@ def pairs(where: Sequence[Place], subjects: Sequence[Subject]) -> list[Case]:
     wanted: dict[tuple, None] = {}
     for a, b in itertools.combinations(names, 2):
         for x, y in itertools.product(factors[a], factors[b]):
-            if _goes_together({a: x, b: y}):
+            # some optimizer must be made for both
+            if any(_goes_together({"subject": subject, a: x, b: y}) for subject in subjects):
                 wanted[_key(a, x, b, y)] = None
     # among equals chance decides, always alike
     found, chance = [], random.Random(0)

@@ -22,9 +22,11 @@ from .references import Reference
 
 # roundings of what is stored, by its bytes: sixteen bits are rounded at every step, and no norm is exact
 _STORED = {2: 8, 4: 4, 8: 32}
-# roundings of an update, in the dtype that it is computed in, and in that of its states: in float64 these are so
-# small that nothing is lost where sums grow from step to step
+# roundings of an update, in the dtype that it is computed in, and in that of its states: in float64 these are
+# so small that nothing is lost where sums grow from step to step
 _COMPUTED, _OF_STATES = {torch.float32: 64, torch.float64: 2048}, 2
+# what products of matrices in sixteen bits may cost, of the way that parameters went
+_PRODUCTS = 0.01
 # what 8 bits of states may cost, of the way that parameters went
 _INT8 = 0.2
 
@@ -94,6 +96,8 @@ class Judge:
         path = float(_flat(self.exact.path).max())
         self.state_dtype = problem.state_dtype or problem.dtype
         self.slack = (_COMPUTED[self.computed] * eps(self.computed) + _OF_STATES * eps(self.state_dtype)) * path
+        if self.case.subject.name == "Muon" and self.case.place.device != "cpu":
+            self.slack += _PRODUCTS * path
 
     def all(self) -> Iterator[str | None]:
         yield self._params("parameters", self.theirs.params, self.exact.params)

@@ -14,6 +14,7 @@ from .combinations import DTYPES, Case
 STEPS = 7
 # one element, a few that begin as zeros, none at all, four dimensions for channels_last
 _SMALL = ((), (5,), (0,), (2, 3, 2, 2))
+_MATRICES = ((1, 5), (6, 1), (0, 3), (2, 3, 4))
 # more than an engine works on at once; and as many as 8 bits are for
 _LARGE = {"int8": (72, 64), "stochastic": (72, 64)}
 # those that update each element by itself
@@ -47,7 +48,8 @@ class Problem:
         self.dtype, self.grad_dtype, self.state_dtype = param, grad or param, state
         large = _LARGE.get(case.feature("storage"), (40, 30))
         one = case.subject.name == "plain numbers"
-        self.starts, self.steps = _drawn(((), (1,)) if one else (*_SMALL, large), param, self.grad_dtype)
+        small = _MATRICES if case.subject.name == "Muon" else _SMALL
+        self.starts, self.steps = _drawn(((), (1,)) if one else (*small, large), param, self.grad_dtype)
         if self.has_infinite_weight:
             self.starts = [p.clone() for p in self.starts]
             self.starts[-1][0, 0] = -math.inf

@@ -125,6 +125,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.02, "betas": (0.6, 0.7), "maximize": True},
         {"lr": 0.02, "cautious": True, "weight_decay": 0.3},
     ),
+    # one and two iterations: more would turn roundings into differences that mutants could hide in
+    "Muon": (
+        {"lr": 0.05, "ns_steps": 2, "weight_decay": 0.3, "momentum": 0.7},
+        {"lr": 0.05, "ns_steps": 2, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "maximize": True},
+        {"lr": 0.05, "ns_steps": 1, "adjust_lr_fn": "spectral_unclamped", "cautious_decay": True},
+        {"lr": 0.05, "ns_steps": 3, "normalize_rows": 0.6, "eps": 1.5},
+    ),
     "AdEMAMix": (
         {"lr": 0.02, "eps": 0.1, "betas": (0.7, 0.9, 0.95), "alpha": 3.0},
         {"eps": 0.02, "lr": 0.02, "weight_decay": 0.3, "t_alpha_beta3": 4, "betas": (0.7, 0.9, 0.95)},
@@ -242,7 +249,9 @@ class Subject(NamedTuple):
     @property
     def jumps(self) -> bool:
         """Whether a rounding may turn a whole step of an element to the other side."""
-        return self.name in ("Lion", "Rprop", "rules", "plain numbers") or bool(self.options.get("cautious"))
+        return self.name in ("Lion", "Rprop", "rules", "plain numbers") or any(
+            self.options.get(name) for name in ("cautious", "cautious_decay")
+        )
 
 
 @functools.cache
@@ -269,7 +278,8 @@ _NAMES = {
 def reference_of(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """torch.optim's class, where it has one that takes these options; else that of references.py."""
     plain = _NAMES.get(name, name.rpartition(".")[2])
-    theirs = getattr(torch.optim, plain, None)
+    # torch's Muon multiplies matrices in bfloat16, whatever its parameters are
+    theirs = getattr(torch.optim, plain, None) if plain != "Muon" else None
     if theirs is not None and options.keys() <= inspect.signature(theirs).parameters.keys():
         return theirs
     return getattr(references, plain)

@@ -121,21 +121,28 @@ class NewtonSchulz(Stage):
         return {ROW_SQUARES: (shape[0], 1) if self.flatten else (*shape[:-1], 1)}
 
     def run(self, source: Tensor, target: Tensor, workspace_bytes: int) -> None:
+        if source.numel() == 0:
+            return
         for x, out in zip(self._matrices(source), self._matrices(target), strict=True):
             for part, out_part in _pieces(x, out, workspace_bytes):
                 orthogonalize(part, out_part, self.coefficients, self.eps)
 
     @torch.no_grad()
     def finish(
-        self, target: Tensor, states: list[dict[str, Any]], add_up: Callable[[Tensor], None] | None
+        self,
+        target: Tensor,
+        states: list[dict[str, Any]],
+        skip: Tensor,
+        add_up: Callable[[Tensor], None] | None,
     ) -> None:
         if self.row_decay is None:
             return
         x = target.flatten(2) if self.flatten else target
         found = [state[ROW_SQUARES] for state in states]
-        squares, means = torch.stack(found), x.float().square().mean(-1, keepdim=True)
-        squares.lerp_(means, 1 - self.row_decay)
-        torch._foreach_copy_(found, [*squares])
+        before = torch.stack(found)
+        means = x.to(before.dtype).square().mean(-1, keepdim=True)
+        squares = before.lerp(means, 1 - self.row_decay)
+        torch._foreach_copy_(found, [*torch.where(skip, before, squares)])
         factors = 1 / (squares.sqrt() + _LEAST)
         # as much of an update as before, however it is divided among rows
         sizes = torch.stack([means.sum(-2, keepdim=True), (means * factors.square()).sum(-2, keepdim=True)])
@@ -164,8 +171,6 @@ def _pieces(x: Tensor, out: Tensor, workspace_bytes: int) -> Iterator[tuple[Tens
 @torch.no_grad()
 def orthogonalize(x: Tensor, out: Tensor, coefficients: tuple[Coefficients, ...], eps: float) -> None:
     """Fill `out` with the nearest orthogonal matrices to those of `x`; both may be the same memory."""
-    if x.numel() == 0:
-        return
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=_precise(x.dtype))
     scaled = torch.empty(x.shape, dtype=out.dtype, device=x.device)
     kernels, factors = kernels_for(x), _SCALE / norms.clamp_(min=eps)
