@@ -158,6 +158,11 @@ def check_rule(cls: type[Optimizer], steps: int = 20, engine: str | None = None,
         raise ValueError(
             f"{around} change what a step does around its rule, which alone is checked; leave them out"
         )
+    if any(rule.stages for rule in cls.rules):
+        raise TypeError(
+            f"{cls.__name__} has work on whole tensors done between its sweeps, which the text of a rule does "
+            "not say; compare it with a reference of your own"
+        )
     rows = []
     for name, device in _engines_here():
         for dtype in _LIMITS if engine in (None, name) else ():

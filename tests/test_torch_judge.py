@@ -30,7 +30,8 @@ from torch.testing._internal import common_optimizers as judge
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES, FEW_SHAPES = ((3, 5), (7,), (), (0, 4), (331,)), ((3, 5), (0, 4), ())
-INFOS = [info for info in judge.optim_db if info.name in fusedstep.__all__]
+# torch's Muon multiplies matrices in bfloat16, also in float64: test_muon.py compares it
+INFOS = [info for info in judge.optim_db if info.name in fusedstep.__all__ and info.name != "Muon"]
 
 exactly = partial(torch.testing.assert_close, rtol=0, atol=0)
 

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..stages import named_coefficients
+
 Members = list[tuple[dict[str, Any], list[Tensor]]]
 
 
@@ -303,7 +305,11 @@ class Muon(Reference):
         mu, (rows, columns) = o["momentum"], p.shape[-2:]
         s["momentum_buffer"] = m = mu * s["momentum_buffer"] + (1 - mu) * g
         u = mu * m + (1 - mu) * g if o["nesterov"] else m
-        u = orthogonalized(u, (o["ns_coefficients"],) * o["ns_steps"], o["eps"])
+        given = o["ns_coefficients"]
+        if given == "polar_express":
+            given = named_coefficients(given, o["ns_steps"])
+        coefficients = given if isinstance(given[0], tuple) else (given,) * o["ns_steps"]
+        u = orthogonalized(u, coefficients, o["eps"])
         if o["normalize_rows"] is not None:
             keep, mean = o["normalize_rows"], u.square().mean(-1, keepdim=True)
             s["squares of rows"] = keep * s["squares of rows"] + (1 - keep) * mean
