@@ -22,8 +22,8 @@ from .references import Reference
 
 # roundings of what is stored, by its bytes: sixteen bits are rounded at every step, and no norm is exact
 _STORED = {2: 8, 4: 4, 8: 32}
-# roundings of an update, in the dtype that it is computed in, and in that of its states: in float64 these are so
-# small that nothing is lost where sums grow from step to step
+# roundings of an update, in the dtype that it is computed in, and in that of its states; in float64 they are so
+# small that there is room for sums that grow from step to step
 _COMPUTED, _OF_STATES = {torch.float32: 64, torch.float64: 2048}, 2
 # what 8 bits of states may cost, of the way that parameters went
 _INT8 = 0.2

@@ -23,7 +23,7 @@ _BEAR_INFINITY += ("BertAdam",)
 SKIPPED = 3
 # by which gradients are multiplied where a scaler divides them, in the range of float16
 SCALE = 8.0
-# of the first group and the second; the norms of some steps are larger, those of others smaller, and 0 is no limit
+# of two groups; the norms of some steps are larger, those of others smaller, and 0 is no limit
 LIMITS = {"norm": (6.0, 2.0), "largest": (1.0, 0.0)}
 
 
@@ -36,7 +36,7 @@ class Problem:
         self.dtype, self.grad_dtype, self.state_dtype = param, grad or param, state
         large = _LARGE.get(case.feature("storage"), (40, 30))
         one = case.subject.name == "plain numbers"
-        self.starts, self.steps = _drawn(((), (1,)) if one else (*_SMALL, large), param, self.grad_dtype)
+        self.starts, self.steps = _drawn(((),) if one else (*_SMALL, large), param, self.grad_dtype)
         if self.has_infinite_weight:
             self.starts = [p.clone() for p in self.starts]
             self.starts[-1][0, 0] = -math.inf
