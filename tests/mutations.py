@@ -138,6 +138,8 @@ def mutants(tree):
             old = [*_nodes(other)][i]
             new = [*replacements(old)][k]
             before, after = (ast.unparse(n).partition("\n")[0] for n in (old, new))
+            if before == after and not isinstance(old, ast.If):
+                continue
             name = f"{before} -> {after}"
             seen[name] = seen.get(name, 0) + 1
             told = name if seen[name] == 1 else f"{name} ({seen[name]})"

@@ -20,11 +20,13 @@ from fusedstep.rules import (
     minimum,
     mix,
     power,
+    report,
     rule,
     sign,
     sqrt,
     tanh,
     total,
+    total_over_all,
     where,
 )
 
@@ -104,7 +106,8 @@ def words(p, g, a, b, *, step, numel, lr, low, high):
     b = b + maximum(a, g) * minimum(p, g) + sign(g) * (1 / (3 - a)) + (1 - g) - +(-g)
     for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
         b = b + k * where(condition, 1.0, 0.0)
-    u = (a + b / step) / (1 + largest(g) + sqrt(total(g * g)) / numel)
+    size = report("size", sqrt(total(g * g)) / numel) + 0.01 * total_over_all(abs(g))
+    u = (a + b / step) / (1 + largest(g) + size)
     return p - lr * u, a, b
 
 

@@ -60,6 +60,9 @@ class Ours:
             options["statistics"] = True
         if case.feature("skip") == "guard":
             options["skip_nonfinite"] = True
+        if case.feature("skip") == "torch" and case.feature("clip") != "no" and subject.takes("fused"):
+            # torch's scaler then leaves all to the step, which looks for itself, too
+            options |= {"fused": True, "skip_nonfinite": True}
         if case.feature("rate") == "tensor" and "lr" in options:
             options["lr"] = torch.tensor(options["lr"], dtype=torch.float64)
         return subject.ours(self.problem.groups(self.params, subject.options), **options)
@@ -95,7 +98,7 @@ class Ours:
                 p.grad_dtype = None
             p.grad = None if g is None else laid_out(scale * g.to(p.device), self.strided and t % 2 == 0)
         if self.problem.is_skipped(t):
-            self.params[-1].grad.view(-1)[-1] = math.inf if t % 2 else math.nan
+            self._spoil()
         before = [None if p.grad is None else p.grad.clone() for p in self.params]
         asked = {"drop": {"zero_grad": True}, "fill": {"zero_grad": True, "set_to_none": False}}
         chosen = asked.get(self.case.feature("zero"), {})
@@ -104,10 +107,19 @@ class Ours:
         else:
             self.scaler.step(self.optimizer, **chosen)
             self.scaler.update()
-        # torch's scaler unscales them, and does not call step() if it is to be skipped
-        if self.case.feature("skip") != "torch":
-            self._look_at_grads(before)
+        # torch's scaler does not call step() if it is to be skipped, and leaves gradients unscaled
+        is_torchs = self.case.feature("skip") == "torch"
+        if not is_torchs:
             self._look_at_skip(t)
+        if not (is_torchs and self.problem.is_skipped(t)):
+            self._look_at_grads([g if g is None or not is_torchs else g / scale for g in before])
+
+    def _spoil(self) -> None:
+        """What has a step skipped: of torch's scaler one number, else two."""
+        g = self.params[-1].grad
+        g[-1, -1] = math.inf
+        if self.case.feature("skip") != "torch":
+            g[0, 0] = math.nan
 
     def _look_at_grads(self, before: list[Any]) -> None:
         kind = self.case.feature("zero")
@@ -125,6 +137,10 @@ class Ours:
         told = getattr(self.optimizer, "step_was_skipped", self.problem.is_skipped(t))
         if bool(told) != self.problem.is_skipped(t):
             self._complain(f"step_was_skipped is {bool(told)} after step {t + 1}")
+        if self.problem.is_skipped(t) and self.case.feature("statistics") == "yes":
+            found = float(self.optimizer.statistics().nonfinite)
+            if found != 2:
+                self._complain(f"statistics: nonfinite is {found:g}, expected 2, after step {t + 1}")
 
     def _complain(self, text: str) -> None:
         if text not in self.complaints:

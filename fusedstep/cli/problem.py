@@ -35,8 +35,8 @@ _BEAR_INFINITY += ("BertAdam",)
 SKIPPED = 3
 # by which gradients are multiplied where a scaler divides them, in the range of float16
 SCALE = 8.0
-# the norms of some steps are larger, those of others smaller
-LIMITS = {"norm": (6.0, 2.0), "largest": (1.0, 0.5)}
+# of two groups; the norms of some steps are larger, those of others smaller, and 0 is no limit
+LIMITS = {"norm": (6.0, 2.0), "largest": (1.0, 0.0)}
 
 
 class Problem:
@@ -49,7 +49,7 @@ class Problem:
         large = _LARGE.get(case.feature("storage"), (40, 30))
         one = case.subject.name == "plain numbers"
         small = _MATRICES if case.subject.name == "Muon" else _SMALL
-        self.starts, self.steps = _drawn(((), (1,)) if one else (*small, large), param, self.grad_dtype)
+        self.starts, self.steps = _drawn(((),) if one else (*small, large), param, self.grad_dtype)
         if self.has_infinite_weight:
             self.starts = [p.clone() for p in self.starts]
             self.starts[-1][0, 0] = -math.inf

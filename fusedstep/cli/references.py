@@ -609,4 +609,6 @@ class Words(Reference):
         for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
             b = b + k * condition.to(b.dtype)
         s["b"] = b
-        return p - lr * (a + b / t) / (1 + largest(g) + g.square().sum().sqrt() / max(g.numel(), 1))
+        size = g.square().sum().sqrt() / max(g.numel(), 1)
+        size = size + 0.01 * sum(float(each.abs().sum()) for each in self.grads.values())
+        return p - lr * (a + b / t) / (1 + largest(g) + size)
