@@ -103,9 +103,9 @@ def main() -> None:
                 for step in each.values():
                     step()
             times = dict(zip(each, timing.on_gpu([*each.values()], 4), strict=True))
-            ms = statistics.median([times["ours"].device])
+            ms = times["ours"].device.median
             row = {"model": model, "dtype": str(dtype).removeprefix("torch."), "matrices": len(shapes)}
-            row |= {name: t._asdict() for name, t in times.items()}
+            row |= {name: {"device": t.device.median, "host": t.host.median} for name, t in times.items()}
             row["tflops"] = flops(shapes) / ms / 1e9
             results.append(row)
             print(json.dumps(row), flush=True)

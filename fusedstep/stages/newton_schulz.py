@@ -148,7 +148,8 @@ class NewtonSchulz(Stage):
         sizes = torch.stack([means.sum(-2, keepdim=True), (means * factors.square()).sum(-2, keepdim=True)])
         if add_up is not None:
             add_up(sizes)
-        x.mul_((factors * (sizes[0] / sizes[1].clamp_(min=_LEAST**2)).sqrt()).to(x.dtype))
+        # a row of zeros has a factor that sixteen bits do not hold
+        x.copy_(x.to(before.dtype) * (factors * (sizes[0] / sizes[1].clamp_(min=_LEAST**2)).sqrt()))
 
     def _matrices(self, stack: Tensor) -> Iterator[Tensor]:
         """A stack of tensors as stacks of matrices of one shape."""
