@@ -150,12 +150,12 @@ def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: 
         return place.engine == {"cpu": "cpu", "cuda": "triton"}[place.device]
     if subject.name.startswith("ScheduleFree") and storage not in ("plain", "stochastic"):
         return False
-    # differences of numbers that sixteen bits hold alike: below 0, or of which nothing is left
+    # a difference of numbers that sixteen bits hold alike may be below 0
     is_coarse = storage in ("int8", "stochastic") or dtype in ("bfloat16", "float16", "float32/bfloat16")
-    if is_coarse and (subject.name == "Prodigy" or subject.options.get("centered")):
+    if is_coarse and subject.options.get("centered"):
         return False
-    # its first steps are smaller than a rounding
-    if subject.name == "Prodigy" and dtype == "bfloat16/float32":
+    # its first steps are smaller than a rounding to sixteen bits
+    if subject.name == "Prodigy" and (storage != "plain" or is_coarse or dtype == "bfloat16/float32"):
         return False
     return not (subject.name == "rules" and dtype == "complex64")
 
