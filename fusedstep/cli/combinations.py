@@ -129,8 +129,13 @@ def _goes_together(values: dict[str, Any]) -> bool:
         return False
     if complex_ and (clip == "largest" or skip == "torch"):
         return False
-    # torch's scaler refuses to unscale it, and gradients of another dtype than their parameter's
-    return not (skip == "torch" and dtype in ("float16", "float32/bfloat16"))
+    # torch's scaler refuses to unscale it, and gradients of another dtype than their parameter's; on a GPU also
+    # those of bfloat16, with older versions
+    place = values.get("place")
+    on_gpu = place is not None and place.device != "cpu"
+    return not (
+        skip == "torch" and (dtype in ("float16", "float32/bfloat16") or (on_gpu and param == torch.bfloat16))
+    )
 
 
 def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: str, skip: str) -> bool:
@@ -150,9 +155,12 @@ def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: 
         return place.engine == {"cpu": "cpu", "cuda": "triton"}[place.device]
     if subject.name.startswith("ScheduleFree") and storage not in ("plain", "stochastic"):
         return False
-    # differences of numbers that sixteen bits hold alike: below 0, or of which nothing is left
+    # a difference of numbers that sixteen bits hold alike may be below 0
     is_coarse = storage in ("int8", "stochastic") or dtype in ("bfloat16", "float16", "float32/bfloat16")
-    if is_coarse and (subject.name == "Prodigy" or subject.options.get("centered")):
+    if is_coarse and subject.options.get("centered"):
+        return False
+    # its first steps are smaller than a rounding to sixteen bits
+    if subject.name == "Prodigy" and (storage != "plain" or is_coarse or dtype == "bfloat16/float32"):
         return False
     return not (subject.name in ("rules", "Muon") and dtype == "complex64")
 

@@ -18,19 +18,8 @@ _MATRICES = ((1, 5), (6, 1), (0, 3), (2, 3, 4))
 # more than an engine works on at once; and as many as 8 bits are for
 _LARGE = {"int8": (72, 64), "stochastic": (72, 64)}
 # those that update each element by itself
-_BEAR_INFINITY: tuple[str, ...] = (
-    "SGD",
-    "Adam",
-    "RMSprop",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "ASGD",
-    "ADOPT",
-)
-_BEAR_INFINITY += ("BertAdam",)
+_BEAR_INFINITY = {"SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "ADOPT"}
+_BEAR_INFINITY |= {"BertAdam"}
 # a step that finds an infinity, where steps may be skipped
 SKIPPED = 3
 # by which gradients are multiplied where a scaler divides them, in the range of float16

@@ -459,7 +459,7 @@ class ScheduleFreeSGD(Reference):
         """Show the average."""
         for group in self.param_groups:
             near = group["momentum"] if "momentum" in group else group["betas"][0]
-            for p in (p for p in group["params"] if p in self.state):
+            for p in (p for p in group["params"] if self.state.get(p)):
                 p.copy_((p - (1 - near) * self.state[p]["z"]) / near)
 
 

@@ -176,7 +176,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "npu.NpuFusedAdamW": ({"lr": 0.05, "weight_decay": 0.3, "eps": 0.1},),
     "npu.NpuFusedBertAdam": (
         {**_SCHEDULE, "schedule": "warmup_linear"},
-        {"lr": 0.05, "weight_decay": 0.3, **_CLIPPED},
+        {"lr": 0.05, "e": 0.02, "weight_decay": 0.3, **_CLIPPED},
     ),
     "npu.NpuFusedLamb": (
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "use_global_grad_norm": True},
