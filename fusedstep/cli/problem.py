@@ -42,7 +42,9 @@ class Problem:
         if self.has_infinite_weight:
             self.starts = [p.clone() for p in self.starts]
             self.starts[-1][0, 0] = -math.inf
-        if case.subject.options.get("cautious") or case.subject.name == "Prodigy":
+        # what one element then moves is too much for states that are rounded coarsely
+        is_fine = case.feature("storage") not in _LARGE
+        if is_fine and (case.subject.options.get("cautious") or case.subject.name == "Prodigy"):
             self.steps = _turned(self.steps)
 
     @property
