@@ -141,10 +141,10 @@ def judged(case: Case) -> Result:
 
 
 def _tell(console: Console, result: Result) -> None:
-    console.print(Text(str(result.case), style="bold red"))
+    console.print(Text(str(result.case), style="bold red"), soft_wrap=True)
     for problem in result.problems:
-        console.print(Text(f"  {problem}"))
-    console.print(Text(f"  {result.command}", style="dim"))
+        console.print(Text(f"  {problem}"), soft_wrap=True)
+    console.print(Text(f"  {result.command}", style="dim"), soft_wrap=True)
 
 
 def _plain(result: Result) -> dict[str, Any]:
