@@ -324,6 +324,19 @@ class Muon(Reference):
         return p - decay * p - o["lr"] * factor * u
 
 
+class BesideMuon(Adam):
+    """AdamW, for what Muon leaves to it."""
+
+    options: ClassVar = {
+        **Adam.options,
+        "betas": (0.9, 0.95),
+        "eps": 1e-7,
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+        "use_muon": False,
+    }
+
+
 class NovoGrad(Reference):
     """Ginsburg et al. 2019, with Apex's options: a second moment of each tensor's norm."""
 

@@ -131,6 +131,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.05, "ns_steps": 2, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "maximize": True},
         {"lr": 0.05, "ns_steps": 1, "adjust_lr_fn": "spectral_unclamped", "cautious_decay": True},
         {"lr": 0.05, "ns_steps": 3, "normalize_rows": 0.6, "eps": 1.5},
+        {"lr": 0.05, "use_muon": False, "weight_decay": 0.3, "betas": (0.6, 0.8), "eps": 0.1},
     ),
     "AdEMAMix": (
         {"lr": 0.02, "eps": 0.1, "betas": (0.7, 0.9, 0.95), "alpha": 3.0},
@@ -278,6 +279,8 @@ _NAMES = {
 def reference_of(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """torch.optim's class, where it has one that takes these options; else that of references.py."""
     plain = _NAMES.get(name, name.rpartition(".")[2])
+    if options.get("use_muon") is False:
+        return references.BesideMuon
     # torch's Muon multiplies matrices in bfloat16, whatever its parameters are
     theirs = getattr(torch.optim, plain, None) if plain != "Muon" else None
     if theirs is not None and options.keys() <= inspect.signature(theirs).parameters.keys():
