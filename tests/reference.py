@@ -5,18 +5,24 @@ states that these left. Clipping looks at the gradients of several parameters an
 `train` for both.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from fusedstep.cli import references
 
 
-def of(cls):
-    def steps(p, grads, done=0, states=None, **options):
+class Steps(NamedTuple):
+    """The steps of a class; a value, which goes to other processes."""
+
+    cls: type[torch.optim.Optimizer]
+
+    def __call__(self, p, grads, done=0, states=None, **options):
         p = torch.nn.Parameter(torch.tensor(p, dtype=torch.float64))
-        if issubclass(cls, references.Reference):
+        if issubclass(self.cls, references.Reference):
             options["max_grad_norm"] = None
-        optimizer = cls([p], **options)
+        optimizer = self.cls([p], **options)
         if states is not None:
             numbers = {name: torch.tensor(state, dtype=torch.float64) for name, state in states.items()}
             optimizer.state[p] = {"step": torch.tensor(float(done)), **numbers}
@@ -27,11 +33,9 @@ def of(cls):
         found = {name: state.numpy() for name, state in kept.items() if state is not None}
         return p.detach().numpy(), found
 
-    return steps
 
-
-sgd, adam, adamw = of(torch.optim.SGD), of(torch.optim.Adam), of(torch.optim.AdamW)
-bert_adam, lamb = of(references.BertAdam), of(references.Lamb)
+sgd, adam, adamw = map(Steps, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW))
+bert_adam, lamb = map(Steps, (references.BertAdam, references.Lamb))
 
 
 def clip(grads, limit, eps=1e-6, together=None):

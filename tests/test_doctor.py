@@ -16,7 +16,7 @@ from fusedstep.cli.__main__ import app
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     # how fast this machine copies is not what is tested
-    monkeypatch.setattr(doctor.timing, "cpu_copy_bandwidth", lambda: 5e7)
+    monkeypatch.setattr(doctor.timing, "copy_bandwidth", lambda device, numel: 5e7)
 
 
 def run(**environment):

@@ -178,7 +178,7 @@ def test_a_setting_that_a_parameter_refuses_says_why_and_others_are_shown(tmp_pa
         (("--model", "nothing:make"), "nothing:make cannot be found"),
         (("--model", f"{__name__}:make_nothing"), "has no attribute 'make_nothing'"),
         (("--model", f"{__name__}:make_a_number"), "returned int; name a function"),
-        (("--optimizer", "Muon"), "found 'Muon'; use one of"),
+        (("--optimizer", "Soap"), "found 'Soap'; use one of"),
         (("--dtype", "float64"), "found 'float64'; use one of bfloat16"),
         (("--option", "momentum=0.9"), "momentum"),
         (("--option", "lr"), "found 'lr'; use name=value"),

@@ -54,6 +54,8 @@ def train(cls, params, grads, **options):
 
 def exact(params, grads, lr, **options):
     """The same by the definition, in float64."""
+    if options.get("ns_coefficients") == "polar_express":
+        options = {**options, "ns_coefficients": POLAR}
     double = [[g.double().cpu() for g in step] for step in grads]
     return train(references.Muon, [p.double().cpu() for p in params], double, lr=lr, **options)[0]
 

@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..stages import named_coefficients
-
 Members = list[tuple[dict[str, Any], list[Tensor]]]
 
 
@@ -31,8 +29,9 @@ def clip_factors(
     norms = {label: float(torch.nn.utils.get_total_norm(same, norm_type)) for label, same in some.items()}
     factors = []
     for label, limit in zip(labels, limits, strict=True):
-        norm = norms[label] + eps
-        factors.append(float(limit) / norm if limit is not None and 0 < limit < norm else 1.0)
+        norm, limited = norms[label] + eps, limit is not None and limit > 0
+        # one that is NaN poisons all gradients, as torch's clipping does
+        factors.append(float(limit) / norm if limited and not norm <= limit else 1.0)
     return factors
 
 
@@ -218,7 +217,8 @@ class Lamb(Reference):
 
     def trust(self, p: Tensor, u: Tensor, o: dict[str, Any]) -> float:
         of_weights, of_update = float(p.norm()), float(u.norm())
-        if not (o["weight_decay"] or o["always_adapt"]) or of_weights == 0 or of_update == 0:
+        # as timm's: of a norm that is NaN, too
+        if not (o["weight_decay"] or o["always_adapt"]) or not (of_weights > 0 and of_update > 0):
             return 1.0
         lowest, highest = o["trust_bounds"]
         return min(max(min(of_weights, o["max_weight_norm"]) / of_update, lowest), highest)
@@ -306,10 +306,7 @@ class Muon(Reference):
         s["momentum_buffer"] = m = mu * s["momentum_buffer"] + (1 - mu) * g
         u = mu * m + (1 - mu) * g if o["nesterov"] else m
         given = o["ns_coefficients"]
-        if given == "polar_express":
-            given = named_coefficients(given, o["ns_steps"])
-        coefficients = given if isinstance(given[0], tuple) else (given,) * o["ns_steps"]
-        u = orthogonalized(u, coefficients, o["eps"])
+        u = orthogonalized(u, given if isinstance(given[0], tuple) else (given,) * o["ns_steps"], o["eps"])
         if o["normalize_rows"] is not None:
             keep, mean = o["normalize_rows"], u.square().mean(-1, keepdim=True)
             s["squares of rows"] = keep * s["squares of rows"] + (1 - keep) * mean
