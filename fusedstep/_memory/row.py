@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _engines
-from .._algorithm.formats import Format, Plain, Plane, compute_dtype
+from .._algorithm.formats import Format, Plane
 from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, compile_step
 from .._algorithm.step import GRAD, PARAM
 from .._engines.foreach.placed import decode
@@ -27,6 +27,7 @@ from .storage import (
     param_format,
     plain_format,
     plane_shape,
+    stage_formats,
     state_format,
 )
 
@@ -298,16 +299,6 @@ def make_row(
     if engine.BY_ADDRESS and started:
         row.param_copy, row.grad_copy = _stand_in(p, strides), _stand_in(g, strides)
     return row
-
-
-def stage_formats(p: Tensor, rule: Rule, formats: tuple[Format, ...]) -> tuple[Format, ...]:
-    """How that is stored which stages read and write; raises where one cannot work on the parameter."""
-    found: list[Format] = []
-    for stage in rule.stages:
-        stage.matrix((*p.shape,))
-        compute = compute_dtype(tuple(plane for format in formats for plane in format.planes("")))
-        found += map(Plain, stage.dtypes(p.device, compute))
-    return tuple(found)
 
 
 def check_sums(p: Tensor, rule: Rule, settings: Settings) -> None:

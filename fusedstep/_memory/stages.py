@@ -57,7 +57,27 @@ def _alike(bucket: Bucket) -> Iterator[tuple[int, list[Row]]]:
         first += len(rows)
 
 
-def needed_memory(buckets: list[Bucket]) -> int:
+def matrix_of(row: Row) -> tuple[int, int]:
+    """Rows and columns of the matrices that the parameter of a row consists of."""
+    shape = (*row.param.shape,)
+    for staged in row.program.stages:
+        return staged.stage.matrix(shape)
+    rows = shape[0] if shape else 1
+    return rows, row.param.numel() // max(1, rows)
+
+
+def give_workspaces(tables: Sequence[Any], settings: Settings) -> None:
+    """Those of a device, which take turns, share one that is large enough for each of them."""
+    for device in {table.device for table in tables}:
+        here = [table for table in tables if table.device == device]
+        size = max(_needed_memory(table.buckets) for table in here)
+        if size:
+            memory, replays = torch.empty(size, dtype=torch.uint8, device=device), Replays(device)
+            for table in here:
+                table.stages = Stages(table.buckets, memory, replays, settings)
+
+
+def _needed_memory(buckets: list[Bucket]) -> int:
     """Bytes of what the stages of these buckets work on."""
     return sum(sum(_sizes(b.program.stages, rows)) for b in buckets for _, rows in _alike(b))
 

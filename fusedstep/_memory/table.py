@@ -41,9 +41,8 @@ from . import shards
 from .bucket import Block, Bucket
 from .counts import Counts
 from .layout import overlaps_itself
-from .replay import Replays
 from .row import Row, Settings
-from .stages import Stages, needed_memory
+from .stages import Stages, give_workspaces, matrix_of
 from .transfer import from_host, upload
 
 
@@ -106,7 +105,7 @@ class Table:
         self.host_cells = np.zeros((len(rows), width), np.int64)
         self.host_cells[:, GROUP] = [row.group for row in ordered]
         self.host_cells[:, WHOLE_NUMEL] = [row.param.numel() * (1 + row.param.is_complex()) for row in ordered]
-        self.host_cells[:, ROWS : COLUMNS + 1] = [*map(_matrix, ordered)]
+        self.host_cells[:, ROWS : COLUMNS + 1] = [*map(matrix_of, ordered)]
         self.host_cells[:, SEED] = settings.seed
         self.host_cells[:, POSITION] = [row.position for row in ordered]
         self.host_cells[:, FIRST_INDEX] = [row.first_index for row in ordered]
@@ -323,31 +322,10 @@ def make_tables(rows: list[Row], options: np.ndarray, names: Sequence[str], sett
         for table in tables:
             shared = table.sums.new_zeros(len(table.sums), len(clip_ids))
             table.shared = shared, from_host(clip_ids, table.device)
-    for memory in _workspaces(tables):
-        replays = Replays(memory.device)
-        for table in (table for table in tables if table.device == memory.device):
-            table.stages = Stages(table.buckets, memory, replays, settings)
+    give_workspaces(tables, settings)
     for table in tables:
         table.executable = table.engine.bind(table)
     return tables
-
-
-def _matrix(row: Row) -> tuple[int, int]:
-    """Rows and columns of what a row consists of."""
-    for staged in row.program.stages:
-        return staged.stage.matrix((*row.param.shape,))
-    rows = row.param.shape[0] if row.param.dim() else 1
-    return rows, row.param.numel() // max(1, rows)
-
-
-def _workspaces(tables: list[Table]) -> Iterator[Tensor]:
-    """On every device one that is large enough for each of its tables, which take turns."""
-    sizes: dict[torch.device, int] = {}
-    for table in tables:
-        sizes[table.device] = max(sizes.get(table.device, 0), needed_memory(table.buckets))
-    for device, size in sizes.items():
-        if size:
-            yield torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def step(

@@ -25,13 +25,14 @@ import fusedstep
 from fusedstep._algorithm.formats import BLOCK, Plane
 from fusedstep._algorithm.program import ONLY_UPDATE, Program, slot_names
 from fusedstep._memory.layout import dense_strides, lies_like, row_strides
-from fusedstep._memory.row import Update, program_of, stage_formats
+from fusedstep._memory.row import Update, program_of
 from fusedstep._memory.shards import local
 from fusedstep._memory.storage import (
     MASTERS,
     param_format,
     plain_format,
     plane_shape,
+    stage_formats,
     state_format,
     why_not_int8,
 )
