@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -483,6 +484,35 @@ def test_fsdp2_trains_as_one_process_does(two):
     for found in two.call(train_fsdp):
         for a, b in zip(found, right, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def half_of_a_run():
+    """Two steps on two ranks: the whole model and optimizer, as everybody may load them."""
+    net = model()
+    fully_shard(net, mesh=ranks.mesh(2))
+    optimizer = fusedstep.Muon(fusedstep.muon_groups(net, lr=0.05, normalize_rows=0.9))
+    train_model(net, optimizer, 2)
+    whole_one = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_state_dict(net, optimizer, options=whole_one)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_in_one(two):
+    net = model()
+    optimizer = fusedstep.Muon(fusedstep.muon_groups(net, lr=0.05, normalize_rows=0.9))
+    train_model(net, optimizer, 2)
+    right = train_model(net, optimizer, 2)
+    of_model, of_optimizer = two.call(half_of_a_run)[0]
+    resumed = model()
+    other = fusedstep.Muon(fusedstep.muon_groups(resumed, lr=0.5, normalize_rows=0.9))
+    set_state_dict(
+        resumed,
+        other,
+        model_state_dict=of_model,
+        optim_state_dict=of_optimizer,
+        options=StateDictOptions(full_state_dict=True),
+    )
+    for a, b in zip(train_model(resumed, other, 2), right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 # on a GPU
