@@ -1,6 +1,7 @@
 """Muon: against torch's own, the definition in float64, singular values, and one process."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -292,6 +293,8 @@ def test_errors_are_torchs_and_say_what_to_do():
     for wrong in ({"ns_steps": 100}, {"ns_coefficients": (1, 2)}, {"ns_coefficients": "no"}):
         with pytest.raises(ValueError, match=r"less than 100|Invalid ns_coefficients|there are no"):
             fusedstep.Muon([p], **wrong)
+    with pytest.raises(TypeError, match="Invalid divide_among: 'all'; use a process group"):
+        fusedstep.Muon([p], divide_among="all")
     optimizer = fusedstep.Muon([p], num_heads=2)
     p.grad = torch.ones(3, 3)
     with pytest.raises(ValueError, match="num_heads=2 does not divide 3 rows"):
@@ -441,6 +444,11 @@ def test_shards_along_columns_are_put_together_on_every_rank(two):
 
 
 def step_replicas(options):
+    world = torch.distributed.group.WORLD
+    optimizer = fusedstep.Muon([nn.Parameter(torch.ones(2, 2))], divide_among=world)
+    assert copy.deepcopy(optimizer).divide_among is world
+    with pytest.raises(TypeError, match="an optimizer with a divide_among cannot be pickled"):
+        pickle.dumps(optimizer)
     params, grads = data(DISTRIBUTED, 3)
     return train(fusedstep.Muon, params, grads, lr=0.1, divide_among=torch.distributed.group.WORLD, **options)[
         0

@@ -339,13 +339,17 @@ def any_rank_found_inf(found_inf: Tensor, groups: Sequence[Ranks]) -> Tensor:
     return found.reshape(())
 
 
-def check_group(group: Any, clip_scope: str) -> None:
-    """Raise where a `norm_group` makes no sense."""
+def check_group(group: Any, argument: str) -> None:
+    """Raise where an argument is no process group."""
     if not isinstance(group, torch.distributed.ProcessGroup):
         raise TypeError(
-            f"Invalid norm_group: {group!r}; use a process group that this rank is in, for example "
+            f"Invalid {argument}: {group!r}; use a process group that this rank is in, for example "
             "torch.distributed.group.WORLD or mesh.get_group('pp')"
         )
+
+
+def check_scope(clip_scope: str) -> None:
+    """Raise where a `norm_group` makes no sense."""
     if clip_scope != "global":
         raise ValueError(
             f"norm_group joins the norm of all parameters with that of other ranks, but clip_scope is "
@@ -368,6 +372,7 @@ def check_counted_once(group: Any, params: Sequence[Any], owner: str) -> None:
 class UnpicklableGroup(NamedTuple):
     """A process group in a copy of an optimizer: the same one. It cannot leave the process."""
 
+    argument: str
     group: Any
 
     def __deepcopy__(self, memo: dict) -> UnpicklableGroup:
@@ -375,6 +380,6 @@ class UnpicklableGroup(NamedTuple):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an optimizer with a norm_group cannot be pickled: its process group is of this process; save its "
-            "state_dict(), and load that into one constructed anew"
+            f"an optimizer with a {self.argument} cannot be pickled: its process group is of this process; "
+            "save its state_dict(), and load that into one constructed anew"
         )

@@ -21,6 +21,7 @@ from .._memory.plan import Plan, names_in
 from .._memory.row import Settings
 from .._memory.shards import (
     check_group,
+    check_scope,
     drop_gathered,
     is_flat,
     on_several_meshes,
@@ -67,7 +68,10 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         if whole["norm_type"] not in NORM_TYPES:
             raise ValueError(f"Invalid norm_type: {whole['norm_type']!r}; use one of {NORM_TYPES}")
         if whole["norm_group"] is not None:
-            check_group(whole["norm_group"], clip_scope)
+            check_group(whole["norm_group"], "norm_group")
+            check_scope(clip_scope)
+        if whole.get("divide_among") is not None:
+            check_group(whole["divide_among"], "divide_among")
         self.engine, self.clip_scope = engine, clip_scope
         self.storage = AS_PARAMETER
         self.state_dtype, self.master, self.rounding = (whole[n] for n in ("state_dtype", "master", "rounding"))

@@ -10,6 +10,9 @@ from .._memory.shards import UnpicklableGroup
 from .._memory.storage import AS_PARAMETER, Storage
 from .checkpoint import expanded, loadable, unpack
 
+# arguments that are process groups
+_GROUPS = ("norm_group", "divide_among")
+
 
 class Saving(torch.optim.Optimizer):
     """What an optimizer of ours does when it is saved and loaded; the rest of it is in `optimizer.py`."""
@@ -47,8 +50,10 @@ class Saving(torch.optim.Optimizer):
         ours += [
             name for name, a in self.arguments.items() if a.for_all and name in vars(self) and name not in ours
         ]
-        group = None if self.norm_group is None else UnpicklableGroup(self.norm_group)
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in ours}, "norm_group": group}
+        kept = {name: getattr(self, name) for name in ours}
+        groups = {name: getattr(self, name) for name in _GROUPS if getattr(self, name) is not None}
+        kept |= {name: UnpicklableGroup(name, group) for name, group in groups.items()}
+        return {**super().__getstate__(), "norm_group": None, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -56,8 +61,9 @@ class Saving(torch.optim.Optimizer):
         self.storage, self.seed = vars(self).get("storage", AS_PARAMETER), vars(self).get("seed", 0)
         for name in vars(self).keys() & {"state_dtype", "master", "rounding"}:
             setattr(self, name, vars(self).pop(name))
-        if isinstance(self.norm_group, UnpicklableGroup):
-            self.norm_group = self.norm_group.group
+        for name in _GROUPS:
+            if isinstance(getattr(self, name), UnpicklableGroup):
+                setattr(self, name, getattr(self, name).group)
         if "_unscales" not in vars(self):
             # a pickle from before it was asked for: False stood for FSDP1's parameters
             self._is_flat = self.__dict__.pop("_step_supports_amp_scaling", True) is False
