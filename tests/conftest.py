@@ -55,8 +55,15 @@ LONGEST = (
     "test_numerics",
     "test_family",
     "test_distributed",
-    "test_memory",
     "test_sharded_example",
+    "test_random_rules",
+    "test_own_features",
+    "test_npu_scripts",
+    "test_bench_measures",
+    "test_shared_counts",
+    "test_unscaling",
+    "test_scaling",
+    "test_memory",
 )
 
 
