@@ -58,14 +58,14 @@ def register_with_timm(prefix: str = "fused") -> list[str]:
 
     Call it once, before timm makes an optimizer. What is before an underscore timm takes for a wrapper, so a
     prefix has none. timm hands over what a class takes of `eps`, `momentum` and `betas`, and always a weight
-    decay: Rprop, which has none, is left out.
+    decay: Rprop, which has none, is left out, and Muon, which takes matrices only.
     """
     from timm.optim import OptimInfo
     from timm.optim._optim_factory import default_registry
 
     names = []
     for name, cls in CLASSES.items():
-        if "weight_decay" not in cls.arguments:
+        if "weight_decay" not in cls.arguments or "use_muon" in cls.arguments:
             continue
         betas = cls.arguments["betas"].scalars if "betas" in cls.arguments else ()
         info = OptimInfo(

@@ -22,7 +22,7 @@ def foundry():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_llm_foundrys_registry_finds_our_entry_points(name, foundry):
-    params = [torch.nn.Parameter(torch.ones(2))]
+    params = [torch.nn.Parameter(torch.ones(2, 2))]
     made = construct_from_registry(
         name=f"fused_{name}",
         registry=foundry,
