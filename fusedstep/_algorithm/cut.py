@@ -20,6 +20,16 @@ _EXACT = ("neg", "lt", "le", "gt", "ge", "eq", "ne", "constant")
 _KINDS = {**{name: name for name in OF_TENSOR}, GRAD_SCALE: "scale", FOUND_INF: "found_inf"}
 
 
+def _put_stages_after(decision: int, values: list[Value]) -> None:
+    """Have what stages make, and all that is made of it, come after the sweep that decides."""
+    for value in values:
+        arguments = [arg.level for arg in value.args if isinstance(arg, Value)]
+        if value.op == "stage":
+            value.level = max(*arguments, decision) + 1
+        elif arguments:
+            value.level = max(arguments) + (value.op == "fold")
+
+
 class Cut:
     """Which sweep stores and sums what."""
 
@@ -30,15 +40,17 @@ class Cut:
         find what they work on, and leave what they make of it.
         """
         self._lossy, self._places = lossy, places
+        # nothing may be written before it is known whether the step is skipped
+        self.decision = int(spec.measures_first)
         self._kept_once = [*graph.kept, *graph.of_group.values()]
         roots = [*graph.stores.values(), *graph.folds.values(), graph.skip, *self._kept_once]
+        if places:
+            _put_stages_after(self.decision, reachable(roots))
         # columns are in the order of the graph, however it is cut: programs may then share their scalars
         self._order = {value: i for i, value in enumerate(reachable(roots))}
         # those that all programs of an optimizer have come first: their sums are added up over all of them
         self._folds = [*dict.fromkeys([*graph.folds.values(), *reachable(roots, "fold")])]
         self._fold_in = {fold: fold.args[0].level for fold in self._folds}
-        # nothing may be written before it is known whether the step is skipped
-        self.decision = int(spec.measures_first)
         self._stores = {place: value for place, value in graph.stores.items() if place != GRAD}
         levels = {place: max(value.level, self.decision) for place, value in self._stores.items()}
         kept_levels = (value.level for value in self._kept_once)

@@ -39,6 +39,8 @@ class Kept:
         self._params, self.states = [row.param for row in rows], [row.state for row in rows]
         self._find_states = _finder([plane.name for plane in program.state_planes])
         self._find_steps = _finder([*program.kept_once])
+        # what stages keep: not of its shape, and never by address
+        self._find_others = _finder([*rows[0].stage_states])
         distributed = [*map(shards.is_distributed, self._params)]
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
         tensors = self._params + self._find_states(self.states)
@@ -52,6 +54,7 @@ class Kept:
         self._step_addresses = [*map(watch.address, steps)] if self._asks_for_steps else []
         self._check = watch.Kinds([*of_params, *chain.from_iterable(zip(*of_states, strict=True))])
         self._check_steps = watch.Kinds(watch.checks_of(steps))
+        self._check_others = watch.Kinds(watch.checks_of([*map(shards.local, self._find_others(self.states))]))
         # whether a state has another count than the one its row counts on
         self.counts_elsewhere = False
 
@@ -62,7 +65,10 @@ class Kept:
         try:
             parts = tensors = self._params + self._find_states(self.states)
             steps = self._find_steps(self.states)
+            others = [*map(shards.local, self._find_others(self.states))]
         except KeyError:
+            return None
+        if others and not self._check_others(others):
             return None
         if self._any_distributed:
             if not all(map(is_, map(shards.spec_of, tensors), self._specs)):

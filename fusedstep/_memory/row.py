@@ -19,6 +19,7 @@ from .._engines.foreach.placed import decode
 from . import shards, watch
 from .layout import dense_strides, empty_like, laid_like, lies_like, real_numel, row_strides
 from .shards import local
+from .stage_slots import shapes_of_states, stage_formats, stage_states
 from .storage import (
     AS_PARAMETER,
     Storage,
@@ -27,7 +28,6 @@ from .storage import (
     param_format,
     plain_format,
     plane_shape,
-    stage_formats,
     state_format,
 )
 
@@ -119,6 +119,11 @@ class Row:
         return self.param_copy is not None or self.grad_copy is not None
 
     @property
+    def stage_states(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what stages keep in its state, by name."""
+        return shapes_of_states((staged.stage for staged in self.program.stages), self.param)
+
+    @property
     def table_key(self) -> tuple:
         """Rows with equal ones are in one table."""
         return self.engine.NAME, str(self.device), self.turn
@@ -131,8 +136,10 @@ class Row:
     def is_right(self) -> bool:
         """Whether its tensors are of the kinds it was made for, and nothing that its rule keeps is lost."""
         kept = zip((self.param, *self._states()), (self.checks[PARAM], *self.checks[GRAD + 1 :]), strict=True)
-        has_scalars = all(name in self.state for name in self.program.scalars)
-        return has_scalars and all(self._is_like(t, check) for t, check in kept) and self.takes(self.grad)
+        is_complete = all(name in self.state for name in self.program.scalars) and all(
+            getattr(self.state.get(name), "shape", None) == shape for name, shape in self.stage_states.items()
+        )
+        return is_complete and all(self._is_like(t, check) for t, check in kept) and self.takes(self.grad)
 
     def takes(self, grad: Any) -> bool:
         """Whether there is no gradient, or one of the kind it was made for."""
@@ -236,9 +243,7 @@ def make_row(
     param = found_master(p, state) or param_format(whole, storage, settings.owner)
     states = [there[name] or state_format(whole, rule, name, storage) for name in names]
     formats = (param, plain_format(g), *states)
-    if rule.stages and whole.is_complex():
-        raise RuntimeError(f"{settings.owner} does not support complex parameters")
-    formats += stage_formats(whole, rule, formats)
+    formats += stage_formats(whole, rule, formats, settings.owner)
     program = program_of(update, settings.spec, formats)
     kept = [state[plane.name] for plane in program.state_planes if plane.name in state]
     old = [local(t) for t in kept if isinstance(t, Tensor) and t.dtype.is_floating_point]
@@ -268,17 +273,7 @@ def make_row(
         if tensor is not local(saved):
             shape = None if plane.block == 1 else plane_shape(plane, whole, whole)
             fresh[plane.name] = shards.like(tensor, whole, shape)
-    for stage in rule.stages if started else ():
-        if stage.states((*whole.shape,)) and not shards.has_whole_rows(whole):
-            raise RuntimeError(
-                f"{settings.owner} found a parameter sharded as {whole.placements}, and normalises rows, which "  # type: ignore[attr-defined]
-                "must be whole; shard along dimension 0, or use normalize_rows=None"
-            )
-        for name, shape in stage.states((*p.shape,)).items():
-            if not isinstance(state.get(name), Tensor):
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                made = torch.zeros(shape, dtype=dtype, device=p.device)
-                fresh[name] = shards.like(made, whole, [*stage.states((*whole.shape,))[name]])
+    fresh |= stage_states(whole, rule, state, settings.owner) if started else {}
     row = Row(
         param=whole,
         group=group,

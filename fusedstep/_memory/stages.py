@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._algorithm.program import Staged
-from .._engines import SKIP
+from .._engines import SKIP, is_traced
 from . import shards
 from .bucket import Bucket
 from .exchange import Exchange, Shares, divide
@@ -26,18 +27,24 @@ from .row import Row, Settings
 
 # where every stack begins, in bytes
 _ALIGNMENT = 512
+# stages, with what they have worked on without an error
+_tried: set[tuple] = set()
 
 
 def take_turns(rows: Sequence[Row], workspace_bytes: int) -> None:
     """Have rows take turns, so that what stages work on fits into half of the workspace, if it can be."""
-    used: dict[tuple, int] = {}
+    # on every device, the turn and how much of the workspace it has taken
+    used: dict[tuple, tuple[int, int]] = {}
+    for row in rows:
+        row.turn = 0
     # those of one shape together: they are worked on together
     for row in sorted((row for row in rows if row.program.stages), key=lambda row: (*row.param.shape,)):
-        row.turn = max((turn for *_, turn in used), default=0)
-        before, need = used.get(row.table_key, 0), sum(_sizes(row.program.stages, [row]))
-        if before and before + need > workspace_bytes // 2:
-            row.turn += 1
-        used[row.table_key] = used.get(row.table_key, 0) + need
+        turn, taken = used.get(row.table_key[:2], (0, 0))
+        need = sum(_sizes(row.program.stages, [row]))
+        if taken and taken + need > workspace_bytes // 2:
+            turn, taken = turn + 1, 0
+        used[row.table_key[:2]] = turn, taken + need
+        row.turn = turn
 
 
 def _sizes(stages: Sequence[Staged], rows: list[Row]) -> Iterator[int]:
@@ -96,7 +103,9 @@ class Stack:
         self._division = division if joins_rows else None
         # cut otherwise than into rows: every rank puts all of it together
         self._is_gathered = shards.is_cut(self._like) and division is None
+        self._has_states = bool(self.stage.states((*self._like.shape,)))
         self._taken: list[int] = []
+        self._live: list[int] = []
         self._parts: list[slice] = []
         self._exchanges: list[Exchange] = []
 
@@ -112,13 +121,31 @@ class Stack:
         count = part.stop - part.start
         return self._taken if count == len(self.source) else Shares().of(ranks, count, 1.0)
 
-    def begin(self, bucket: Bucket) -> None:
-        """Find the rows of the bucket that have a gradient, and send what others work on."""
-        live = [i - self._first for i in bucket.live if 0 <= i - self._first < len(self.source)]
-        # slices instead of an index, which would have to be brought to the device
-        runs = (run for _, run in groupby(enumerate(live), key=lambda at: at[1] - at[0]))
-        places = ([i for _, i in run] for run in runs)
-        self._parts = [slice(run[0], run[-1] + 1) for run in places]
+    def try_out(self, workspace_bytes: int) -> None:
+        """Work on zeros, once for all stacks like this one, before a step has written anything: what cannot be
+        done raises then, and what must be compiled is.
+        """
+        source, target = self.source, self.target
+        if self._taken or self._is_gathered:
+            ranks = self._replicas if self._division is None else self._division.ranks
+            count = len(source) if ranks is None else self._taken[torch.distributed.get_rank(ranks.group)]
+            source = torch.empty(count, *self._like.shape, dtype=source.dtype, device=source.device)
+            target = source.view(target.dtype)
+        key = self.stage, source.shape, source.dtype, source.device
+        if key not in _tried and source.numel() and not is_traced():
+            self.stage.run(source.zero_(), target, workspace_bytes)
+            _tried.add(key)
+
+    def begin(self, live: list[int]) -> None:
+        """Take those of these rows of the bucket, which have a gradient, that are here, and send what others
+        work on.
+        """
+        mine = live[bisect_left(live, self._first) : bisect_left(live, self._first + len(self.source))]
+        if mine != self._live:
+            # slices instead of an index, which would have to be brought to the device
+            runs = ([*run] for _, run in groupby(enumerate(mine), key=lambda at: at[1] - at[0]))
+            ends = ((run[0][1] - self._first, run[-1][1] - self._first + 1) for run in runs)
+            self._live, self._parts = mine, [slice(*each) for each in ends]
         if self._division is not None:
             self._exchanges = [
                 Exchange(
@@ -131,7 +158,7 @@ class Stack:
             ]
 
     def work(self, replays: Replays, workspace_bytes: int) -> None:
-        run = functools.partial(self.stage.run, workspace_bytes=workspace_bytes)
+        run = lambda source, target: self.stage.run(source, target, workspace_bytes)
         for exchange in self._exchanges:
             exchange.work(run, self.target.dtype)
         for part in () if self._exchanges else self._parts:
@@ -154,9 +181,9 @@ class Stack:
         """Wait for what others have worked on, and do the rest; `skip` says whether the step is."""
         for exchange in self._exchanges:
             exchange.wait()
-        self._exchanges, rows = [], bucket.rows
+        self._exchanges, rows = [], bucket.rows if self._has_states else []
         for part in self._parts:
-            states = [self._states(rows[self._first + i].state) for i in range(part.start, part.stop)]
+            states = [self._states(row.state) for row in rows[self._first :][part]]
             self.stage.finish(self.target[part], states, skip, self._add_up if self._division else None)
 
     def _states(self, state: dict[str, Any]) -> dict[str, Tensor]:
@@ -189,12 +216,15 @@ class Stages:
                     workspaces[2 * i + 1] += stack.target
                     begin += size
             bucket.lend_workspaces(workspaces)
+        for _, stack in self._stacks:
+            stack.try_out(self._left)
 
     def run(self, k: int, status: Tensor) -> None:
         """What comes after sweep `k`."""
         stacks = [(bucket, stack) for bucket, stack in self._stacks if stack.after == k]
+        live = {id(bucket): bucket.live for bucket, _ in stacks}
         for bucket, stack in stacks:
-            stack.begin(bucket)
+            stack.begin(live[id(bucket)])
         for _, stack in stacks:
             stack.work(self._replays, self._left)
         for bucket, stack in stacks:

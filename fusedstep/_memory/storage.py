@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._algorithm.formats import BLOCK, DRAWN, Copied, Format, Int8, Plain, Plane, Split, compute_dtype
+from .._algorithm.formats import BLOCK, DRAWN, Copied, Format, Int8, Plain, Plane, Split
 from .._algorithm.program import EMA, Rule
 from .._engines import is_plain
 from . import shards
@@ -71,16 +71,6 @@ def state_format(p: Tensor, rule: Rule, name: str, storage: Storage) -> Format:
     if p.is_complex() and chosen == torch.bfloat16:
         raise ValueError("there is no complex bfloat16; use state_dtype=torch.float32 for complex parameters")
     return _plain(chosen, draws)
-
-
-def stage_formats(p: Tensor, rule: Rule, formats: tuple[Format, ...]) -> tuple[Format, ...]:
-    """How that is stored which stages read and write; raises where one cannot work on the parameter."""
-    found: list[Format] = []
-    for stage in rule.stages:
-        stage.matrix((*p.shape,))
-        compute = compute_dtype(tuple(plane for format in formats for plane in format.planes("")))
-        found += map(Plain, stage.dtypes(p.device, compute))
-    return tuple(found)
 
 
 def why_not_int8(p: Tensor, storage: Storage) -> str | None:

@@ -11,7 +11,7 @@ every tensor. Groups do not split buckets: options are columns of a table with o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -361,7 +361,7 @@ def step(
             torch.cat([to_device(t, table.device) for t in measured], 1, out=shared)
         _tell_each_other(tables, 0)
     sweeps = range(int(settings.spec.measures_first), max((t.sweep_count for t in tables), default=0))
-    if any(chain.from_iterable(table.summed_over_all for table in tables)):
+    if tables and any(tables[0].summed_over_all):
         for k in sweeps:
             for table, there in zip(tables, amps, strict=True):
                 table.update(k, there)

@@ -27,12 +27,12 @@ from fusedstep._algorithm.program import ONLY_UPDATE, Program, slot_names
 from fusedstep._memory.layout import dense_strides, lies_like, row_strides
 from fusedstep._memory.row import Update, program_of
 from fusedstep._memory.shards import local
+from fusedstep._memory.stage_slots import stage_formats
 from fusedstep._memory.storage import (
     MASTERS,
     param_format,
     plain_format,
     plane_shape,
-    stage_formats,
     state_format,
     why_not_int8,
 )
@@ -244,7 +244,7 @@ def stored(p: Tensor, update: Update, owner: str) -> tuple[Program, int]:
     states = [state_format(p, update.rule, name, update.storage) for name in names]
     masters = len(of_param.planes("param")) - 1
     formats = (of_param, plain_format(p), *states)
-    return program_of(update, ONLY_UPDATE, formats + stage_formats(p, update.rule, formats)), masters
+    return program_of(update, ONLY_UPDATE, formats + stage_formats(p, update.rule, formats, owner)), masters
 
 
 def predicted(optimizer: Any) -> Bytes:

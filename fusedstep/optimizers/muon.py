@@ -23,7 +23,7 @@ from ..rules import (
     staged,
     where,
 )
-from .checks import check_betas, is_tuple_of
+from .checks import check_betas, check_not_negative, is_tuple_of
 from .parts import MOMENTS, adamw_step
 
 # how much larger the rate is for a matrix of so many rows and columns
@@ -137,9 +137,22 @@ class Muon(Optimizer):
             raise ValueError(f"weight decay should be >= 0 but is: {arguments['weight_decay']}")
         if adjust is not None and adjust not in _ADJUSTMENTS:
             raise ValueError(f"Adjust learning rate function {adjust} is not supported")
+        room = arguments["workspace_bytes"]
+        if not isinstance(room, int) or room < 0:
+            raise ValueError(f"Invalid workspace_bytes: {room!r}; use a number of bytes, such as 2 << 30")
 
     def check(self, options: dict[str, Any]) -> None:
         check_betas(options["betas"])
+        heads, sizes, keep = (options.get(name) for name in ("num_heads", "split_sizes", "normalize_rows"))
+        if heads is not None and (not isinstance(heads, int) or heads < 1):
+            raise ValueError(f"Invalid num_heads: {heads!r}; use a whole number from 1 on, or None")
+        if sizes is not None and not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"Invalid split_sizes: {sizes!r}; use whole numbers from 1 on, or None")
+        if heads is not None and sizes is not None:
+            raise ValueError("num_heads and split_sizes both say how rows are cut; use one of them")
+        if keep is not None and not (isinstance(keep, (int, float)) and 0 <= keep < 1):
+            raise ValueError(f"Invalid normalize_rows: {keep!r}; use a number from 0 to below 1, or None")
+        check_not_negative(options, "eps")
         self.rule_of(options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -172,9 +185,10 @@ class Muon(Optimizer):
 
 def _coefficients(given: Any, steps: int) -> tuple[tuple[float, float, float], ...]:
     """Three for each of so many iterations."""
-    if not 0 < steps < 100:
+    if not isinstance(steps, int) or not 0 < steps < 100:
         raise ValueError(
-            f"Number of steps must be less than 100 for computational efficiency, and found {steps}"
+            f"Number of steps must be less than 100 for computational efficiency; found ns_steps={steps!r}, "
+            "use a whole number from 1 on"
         )
     if isinstance(given, str):
         return named_coefficients(given, steps)

@@ -19,9 +19,12 @@ _SCALED, _SCALING_WARPS = 2048, 4
 
 
 def takes(a: Tensor, b: Tensor, transposed: bool) -> bool:
-    """Whether the hardware can load tiles of these, and none of them has parts of two matrices."""
+    """Whether the hardware can load tiles of these, of which none has parts of two matrices, and 32 bits are
+    enough to count the elements of a result.
+    """
     aligned = a.is_contiguous() and b.is_contiguous() and a.itemsize == 2 and a.shape[2] % 8 == 0
-    return aligned and (not transposed or a.shape[1] % _DEPTH == 0)
+    n = a.shape[2] if transposed else a.shape[1]
+    return aligned and n * n < 2**31 and (not transposed or a.shape[1] % _DEPTH == 0)
 
 
 def scale(x: Tensor, factors: Tensor, out: Tensor) -> None:
