@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fusedstep
 from fusedstep.cli import references
 from fusedstep.rules import NewtonSchulz, Stage, mix, named_coefficients, rule, staged
+from fusedstep.stages import newton_schulz
 from tests import ranks
 from tests.numerics import judge
 from tests.pairs import whole
@@ -326,7 +327,7 @@ def test_errors_are_torchs_and_say_what_to_do():
         fusedstep.Muon([p], divide_among="all")
     optimizer = fusedstep.Muon([p], num_heads=2)
     p.grad = torch.ones(3, 3)
-    with pytest.raises(ValueError, match="num_heads=2 does not divide 3 rows"):
+    with pytest.raises(ValueError, match="num_heads=2 does not divide the 3 rows"):
         optimizer.step()
     assert torch.equal(p, torch.zeros(3, 3))
 
@@ -677,3 +678,14 @@ def test_the_program_of_a_rule_tells_its_stages():
     first, *_ = fusedstep.Muon.rules
     assert first.stages == (NewtonSchulz(),)
     assert fusedstep.Muon.rules[1].stages == ()
+
+
+@pytest.mark.parametrize("fits", [0, 1, 2, 5, 12, 13])
+def test_pieces_that_are_worked_on_at_once_fit_into_the_workspace(fits):
+    x = torch.empty(12, 64, 64, dtype=torch.float16, device="meta")
+    each = 5 * 64 * 64 * 2
+    pieces, at_once = newton_schulz._pieces(x, x, fits * each)
+    sizes = [len(part) for part, _ in pieces]
+    assert sum(sizes) == 12
+    assert at_once * max(sizes) <= max(1, fits)
+    assert max(sizes) - min(sizes) <= max(1, max(sizes) // 2)

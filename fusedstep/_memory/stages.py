@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,18 +34,24 @@ _tried: set[tuple] = set()
 
 def take_turns(rows: Sequence[Row], workspace_bytes: int) -> None:
     """Have rows take turns, so that what stages work on fits into half of the workspace, if it can be."""
+    limit = workspace_bytes // 2
     # on every device, the turn and how much of the workspace it has taken
     used: dict[tuple, tuple[int, int]] = {}
     for row in rows:
         row.turn = 0
+    staged = [(row.table_key[:2], (*row.param.shape,), row) for row in rows if row.program.stages]
     # those of one shape together: they are worked on together
-    for row in sorted((row for row in rows if row.program.stages), key=lambda row: (*row.param.shape,)):
-        turn, taken = used.get(row.table_key[:2], (0, 0))
-        need = sum(_sizes(row.program.stages, [row]))
-        if taken and taken + need > workspace_bytes // 2:
+    for (place, _), same in groupby(sorted(staged, key=itemgetter(0, 1)), key=itemgetter(0, 1)):
+        needs = [(row, sum(_sizes(row.program.stages, [row]))) for _, _, row in same]
+        turn, taken = used.get(place, (0, 0))
+        if taken + sum(need for _, need in needs) > limit >= sum(need for _, need in needs):
+            # in a turn of their own they need not be divided
             turn, taken = turn + 1, 0
-        used[row.table_key[:2]] = turn, taken + need
-        row.turn = turn
+        for row, need in needs:
+            if taken and taken + need > limit:
+                turn, taken = turn + 1, 0
+            row.turn, taken = turn, taken + need
+        used[place] = turn, taken
 
 
 def _sizes(stages: Sequence[Staged], rows: list[Row]) -> Iterator[int]:
@@ -86,7 +93,8 @@ def give_workspaces(tables: Sequence[Any], settings: Settings) -> None:
 
 def _needed_memory(buckets: list[Bucket]) -> int:
     """Bytes of what the stages of these buckets work on."""
-    return sum(sum(_sizes(b.program.stages, rows)) for b in buckets for _, rows in _alike(b))
+    staged = [bucket for bucket in buckets if bucket.program.stages]
+    return sum(sum(_sizes(bucket.program.stages, rows)) for bucket in staged for _, rows in _alike(bucket))
 
 
 class Stack:

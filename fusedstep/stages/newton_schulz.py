@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .._algorithm.stage import Stage
+from .streams import STREAMS, beside_each_other
 from .symmetric import kernels_for, symmetric_product
 
 Coefficients = tuple[float, float, float]
@@ -99,9 +100,15 @@ class NewtonSchulz(Stage):
     def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         rows, columns = self._whole(shape)
         if self.sections and sum(self.sections) != rows:
-            raise ValueError(f"split_sizes={self.sections} add up to {sum(self.sections)}, found {rows} rows")
+            raise ValueError(
+                f"split_sizes={self.sections} add up to {sum(self.sections)}, and a matrix has {rows} rows; "
+                "give sizes of all its parts, in a group of matrices that are cut in this way"
+            )
         if rows % self.heads:
-            raise ValueError(f"num_heads={self.heads} does not divide {rows} rows")
+            raise ValueError(
+                f"num_heads={self.heads} does not divide the {rows} rows of a matrix; use the number of heads "
+                "that it has, in a group of such matrices"
+            )
         return (max(self.sections) if self.sections else rows // self.heads), columns
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -124,8 +131,11 @@ class NewtonSchulz(Stage):
         if source.numel() == 0:
             return
         for x, out in zip(self._matrices(source), self._matrices(target), strict=True):
-            for part, out_part in _pieces(x, out, workspace_bytes):
-                orthogonalize(part, out_part, self.coefficients, self.eps)
+            pieces, at_once = _pieces(x, out, workspace_bytes)
+            with beside_each_other(x.device, at_once) as streams:
+                for (part, out_part), stream in zip(pieces, streams, strict=False):
+                    with stream:
+                        orthogonalize(part, out_part, self.coefficients, self.eps)
 
     @torch.no_grad()
     def finish(
@@ -161,29 +171,55 @@ class NewtonSchulz(Stage):
             yield stack.view(-1, rows // self.heads, columns)
 
 
-def _pieces(x: Tensor, out: Tensor, workspace_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """As many matrices at a time as what is allocated for them fits."""
-    rows, columns = x.shape[1:]
-    each = (rows * columns + 5 * min(rows, columns) ** 2) * out.itemsize
-    count = max(1, workspace_bytes // max(1, each))
-    return zip(x.split(count), out.split(count), strict=True)
+def _pieces(x: Tensor, out: Tensor, workspace_bytes: int) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """As many matrices at a time as what is allocated for them fits, and about as many every time; and how
+    many of these pieces may be under way at a time.
+    """
+    low, high = sorted(x.shape[1:])
+    # X on its way, and three small matrices beside it; or five of these, while X is where the result will be
+    each = max(high + 3 * low, 5 * low) * low * out.itemsize
+    if not out.is_contiguous():
+        # the result is made elsewhere, and copied
+        each += high * low * out.itemsize
+    most = workspace_bytes // max(1, each)
+    # not even two matrices fit: one after the other
+    at_once = STREAMS if len(x) > most >= STREAMS else 1
+    most = max(1, most // at_once)
+    count = -(-len(x) // -(-len(x) // most))
+    return [*zip(x.split(count), out.split(count), strict=True)], at_once
 
 
 @torch.no_grad()
 def orthogonalize(x: Tensor, out: Tensor, coefficients: tuple[Coefficients, ...], eps: float) -> None:
     """Fill `out` with the nearest orthogonal matrices to those of `x`; both may be the same memory."""
+    if not out.is_contiguous():
+        # sections of larger matrices: products are faster where matrices follow each other
+        whole = torch.empty_like(out, memory_format=torch.contiguous_format)
+        orthogonalize(x, whole, coefficients, eps)
+        out.copy_(whole)
+        return
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=_precise(x.dtype))
-    scaled = torch.empty(x.shape, dtype=out.dtype, device=x.device)
-    kernels, factors = kernels_for(x), _SCALE / norms.clamp_(min=eps)
-    if kernels is None:
-        torch.mul(x, factors, out=scaled)
-    else:
-        # three times as fast where the types differ
-        kernels.scale(x, factors, scaled)
+    factors = _SCALE / norms.clamp_(min=eps)
     rows, columns = x.shape[1:]
     low, high = sorted((rows, columns))
-    form = _gram if low >= _GRAM or (high > _WIDE * low and out.itemsize > 2) else _standard
-    form(_Matrices(scaled, rows > columns), out, coefficients)
+    is_gram = low >= _GRAM or (high > _WIDE * low and out.itemsize > 2)
+    ways = 1 + (len(coefficients) > _RESTART) if is_gram else len(coefficients)
+    # X goes to and fro between two places, and ends in `out`
+    scaled = out if ways % 2 == 0 else torch.empty(x.shape, dtype=out.dtype, device=x.device)
+    _scale(x, factors, scaled)
+    (_gram if is_gram else _standard)(_Matrices(scaled, rows > columns), out, coefficients)
+
+
+def _scale(x: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Fill `out`, which may be the same memory, with every matrix times its factor."""
+    kernels = kernels_for(x)
+    if kernels is not None:
+        # three times as fast where the types differ
+        kernels.scale(x, factors, out)
+    elif x.dtype == out.dtype:
+        torch.mul(x, factors, out=out)
+    else:
+        out.copy_(x * factors)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -208,26 +244,26 @@ class _Matrices(NamedTuple):
 
 
 def _standard(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...]) -> None:
-    other = torch.empty_like(x.x) if len(coefficients) > 1 else out
+    other = torch.empty_like(out) if x.x is out and coefficients else out
     for i, (a, b, c) in enumerate(coefficients):
         g = x.gram()
         # of norms near 1: from here on without the scale
         polynomial = symmetric_product(g, g, alpha=c / _SCALE**2, beta=b / _SCALE, addend=g)
-        if i == len(coefficients) - 1:
-            x.after(polynomial, a, 1 / _SCALE, out)
-        else:
-            x, other = x.after(polynomial, a, 1.0, other), x.x
+        is_last = i == len(coefficients) - 1
+        x, other = x.after(polynomial, a, 1 / _SCALE if is_last else 1.0, other), x.x
 
 
 def _gram(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...]) -> None:
     last, g, q = len(coefficients) - 1, x.gram(), None
     for i, (a, b, c) in enumerate(coefficients):
         if i == _RESTART and q is not None:
-            x, q = x.after(q, 0.0, 1.0, torch.empty_like(x.x)), None
+            x, q = x.after(q, 0.0, 1.0, torch.empty_like(out)), None
             g = x.gram()
         z = symmetric_product(g, g, alpha=c / _SCALE**2, beta=b / _SCALE, addend=g, diagonal=a)
         q = z if q is None else symmetric_product(z, q)
         if i != last and i + 1 != _RESTART:
-            g = symmetric_product(symmetric_product(g, z), z)
+            # in two lines: what is done with gives its memory to the next
+            g = symmetric_product(g, z)
+            g = symmetric_product(g, z)
     if q is not None:
         x.after(q, 0.0, 1 / _SCALE, out)
