@@ -34,6 +34,7 @@ def page():
         "family": selection.family(gpu, selection.MODEL),
         "stored": selection.stored(gpu, selection.LARGE_MODEL),
         "quality": results.quality(),
+        "whole": results.load("end-to-end-cuda-nvidia-h200.json"),
         "gpu_loops": {row["loop"]: row for row in selection.loops("host-cuda")},
         "cpu_loops": {row["loop"]: row for row in selection.loops("host-cpu")},
         "cold": {name: results.load(name) for name in results.files("cold")},
@@ -60,7 +61,7 @@ def fastest(row, package=""):
 def others(row):
     """Their names and times, with what they say of themselves."""
     notes = {name: f" ({note})" for name, note in row.notes.items()}
-    told = (f"{selection.who(name)} {ms(time)}{notes.get(name, '')}" for name, time in row.others.items())
+    told = (f"{name} {ms(time)}{notes.get(name, '')}" for name, time in row.others.items())
     return ", ".join(told)
 
 

@@ -15,6 +15,10 @@ def all_pictures():
     found = {
         "adamw": pictures.bars("adamw", _by_model(models)),
         "peers": pictures.bars("peers", [_group(row) for row in beside]),
+        # for a stranger: one optimizer, and everybody who has it
+        "everybody": pictures.bars(
+            "everybody", [_group(r) for r in beside if r.optimizer == "AdamW" and r.dtype in ("fp32", "bf16")]
+        ),
         "family": pictures.bars("family", [_group(row) for row in family]),
         "memory": pictures.points("memory", _sizes(selection.stored(gpu, selection.LARGE_MODEL))),
     }
@@ -26,13 +30,13 @@ def all_pictures():
 
 
 def _by_model(models):
-    """Ours and torch's fastest, which most people have."""
+    """Ours and torch's fused one, which most people have."""
     found = []
     for model, cells in models:
         for dtype, row in cells.items():
-            torch = [(who, time) for who, time in _times(row)[1:] if who.startswith("torch")]
+            torch = [(who, time) for who, time in row.others.items() if who == "torch fused"]
             label = f"{model}\n{results.DTYPES.get(dtype, dtype)}"
-            found.append((label, row.limit, [(OURS, row.ours), *torch[:1]]))
+            found.append((label, row.limit, [(OURS, row.ours), *torch]))
     return found
 
 
@@ -43,7 +47,7 @@ def _group(row):
 
 
 def _times(row):
-    return [(OURS, row.ours), *((selection.who(name), ms) for name, ms in row.others.items())]
+    return [(OURS, row.ours), *row.others.items()]
 
 
 def _words(options):

@@ -40,7 +40,7 @@ def measured(name):
     if row.share is not None:
         text += f", {100 * row.share:.0f} % of what a copy of its bytes allows"
     fastest = list(row.others.items())[:3]
-    others = ", ".join(f"{selection.who(peer)} {ms:.3g} ms" for peer, ms in fastest)
+    others = ", ".join(f"{peer} {ms:.3g} ms" for peer, ms in fastest)
     return f"{text}; {others}" if others else text
 
 

@@ -13,10 +13,13 @@ import torch
 
 import fusedstep
 
-KINDS = ("cuda", "cpu", "host", "cold", "quality")
+KINDS = ("cuda", "end-to-end", "cpu", "host", "cold", "quality")
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # how the names of dtypes in results are written in pages
 DTYPES = {"bf16/fp32": "bf16, fp32 states"}
+
+# which of torch's optimizers have a fused step on every device
+_FUSED = ("Adam", "AdamW", "SGD")
 
 
 class Row(NamedTuple):
@@ -72,21 +75,40 @@ def files(kind):
 
 
 def rows(kind):
-    """All rows of a kind of device, each once: where two files have it, the one of everything counts."""
+    """All rows of a kind of device, each once: where two files have it, the one of everything counts, beside
+    the peers of all.
+    """
     found = {}
     for name in files(kind):
-        for raw in load(name)["results"]:
-            row = _row(raw)
-            if row is not None:
-                found.setdefault((row.model, row.optimizer, str(row.options), row.dtype), row)
+        for row in filter(None, map(_row, load(name)["results"])):
+            key = row.model, row.optimizer, str(row.options), row.dtype
+            found[key] = _joined(found[key], row) if key in found else row
     return list(found.values())
+
+
+def _joined(row, other):
+    """A row with the peers of another run, as many times ours as they were there."""
+    peers = {name: ms / other.ours * row.ours for name, ms in other.peers.items()}
+    return row._replace(
+        peers={**peers, **row.peers},
+        notes={**other.notes, **row.notes},
+        allocated={**other.allocated, **row.allocated},
+    )
+
+
+def _who(name):
+    """A peer as pages call it; results of earlier versions have the class there."""
+    package, _, rest = name.partition(".")
+    if package == "torch":
+        return "torch fused" if rest.rpartition(".")[2] in _FUSED else "torch"
+    return package if package in ("timm", "pytorch_optimizer") else name
 
 
 def _row(raw):
     ours = _milliseconds(raw.get("ours") or {})
     if ours is None:
         return None
-    sides = raw.get("peers") or {}
+    sides = {_who(name): side for name, side in (raw.get("peers") or {}).items()}
     peers = {name: _milliseconds(side) for name, side in sides.items()}
     told = {name: side for name, side in sides.items() if isinstance(side, dict)}
     count = raw.get("parameters")

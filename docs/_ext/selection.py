@@ -8,12 +8,6 @@ PARAMETERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16/fp32": torch.
 MODEL, LARGE_MODEL = "bert-large", "llama-1b"
 
 
-def who(name):
-    """A peer as pictures and tables call it: its package."""
-    package, _, rest = name.partition(".")
-    return package if rest and package in ("torch", "timm", "pytorch_optimizer") else name
-
-
 def by_dtype(rows):
     """AdamW without options: (model, {dtype: row})."""
     models = dict.fromkeys(row.model for row in rows if " x " not in row.model and "groups" not in row.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,8 +67,9 @@ def _versions(broken: list[str]) -> Iterator[str]:
 
 
 def _version(name: str) -> str | None:
-    if name == "fusedstep":
-        return fusedstep.__version__
+    # these know more than their metadata: what torch is built for
+    if name in ("fusedstep", "torch"):
+        return str(sys.modules[name].__version__)
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -96,8 +96,9 @@ class Judge:
         path = float(_flat(self.exact.path).max())
         self.state_dtype = problem.state_dtype or problem.dtype
         self.slack = (_COMPUTED[self.computed] * eps(self.computed) + _OF_STATES * eps(self.state_dtype)) * path
-        if self.case.subject.name == "Muon" and self.case.place.device != "cpu":
-            self.slack += _PRODUCTS * path
+        in_sixteen_bits = self.case.subject.name == "Muon" and self.case.place.device != "cpu"
+        self.products = _PRODUCTS if in_sixteen_bits else 0.0
+        self.slack += self.products * path
 
     def all(self) -> Iterator[str | None]:
         yield self._params("parameters", self.theirs.params, self.exact.params)
@@ -221,6 +222,7 @@ class Judge:
         # what is stored coarsely is updated by something else than in float64
         coarse = eps(self.dtype) + eps(self.state_dtype)
         of_update = 0.5 if is_coarse or self.most else 1e-9 if self.is_wide else 1e-3 + 16 * coarse
+        of_update += self.products
         measured = max(1e-9, 64 * eps(self.computed))
         expected = {
             "grad_norm": (float(torch.linalg.vector_norm(grads, exact.norm_type)), measured),

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from fusedstep import optimizers
 
 # a class by its name in a module, and what it is always given
@@ -119,6 +121,9 @@ class Peer:
 
     def version(self) -> str:
         package = self.module.partition(".")[0]
+        if package == "torch":
+            # with what it was built for, which its metadata does not always have
+            return torch.__version__
         names = importlib.metadata.packages_distributions().get(package, [package])
         try:
             return importlib.metadata.version(names[0])
