@@ -51,19 +51,27 @@ def _is_repetition(item):
 # files that take longest come first: of two processes that take one file after the other, neither then waits
 # for the last one
 LONGEST = (
-    "test_torch_judge",
-    "test_numerics",
     "test_family",
+    "test_numerics",
+    "test_torch_judge",
+    "test_quality",
+    "test_npu",
+    "test_mixed_groups",
     "test_distributed",
-    "test_sharded_example",
-    "test_random_rules",
-    "test_own_features",
-    "test_npu_scripts",
-    "test_bench_measures",
-    "test_shared_counts",
-    "test_unscaling",
-    "test_scaling",
+    "test_one_pass",
+    "test_lamb",
+    "test_clip",
+    "test_checkpoints",
+    "test_ecosystem",
+    "test_changes",
+    "test_tracing",
+    "test_sequences",
+    "test_functional",
     "test_memory",
+    "test_npu_scripts",
+    "test_sharded_example",
+    "test_bench_measures",
+    "test_bench",
 )
 
 

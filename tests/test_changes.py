@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing  # has ForkingPickler share tensors
 
 import fusedstep
-from fusedstep._memory import plan, table, watch
+from fusedstep._memory import dlpack, plan, table, watch
 from tests.cases import KINDS, by_name, name_of
 from tests.pairs import Pair
 
@@ -251,7 +251,7 @@ def test_a_quiet_step_allocates_nothing(monkeypatch):
     for name in ("upload", "Table"):
         monkeypatch.setattr(table, name, forbidden)
     monkeypatch.setattr(table.Bucket, "write_addresses", forbidden)
-    monkeypatch.setattr(watch, "make_check", forbidden)
+    monkeypatch.setattr(watch, "Look", forbidden)
     monkeypatch.setattr(torch, "empty_strided", forbidden)
     monkeypatch.setattr(torch, "zeros", forbidden)
     optimizer.step()
@@ -364,9 +364,9 @@ def trained(cls, mutation, kept, **options):
 
 
 def python_checks(monkeypatch):
-    """As where torch's compiler has no TensorGuards."""
-    monkeypatch.setattr(watch, "TensorGuards", None)
-    monkeypatch.setattr(watch, "_checks", {})
+    """As where torch has no table of DLPack's functions."""
+    monkeypatch.setattr(dlpack, "table", lambda: None)
+    monkeypatch.setattr(watch, "_kinds", {})
 
 
 # how a step looks for changes: as here, and as where tensors are compared in Python

@@ -189,7 +189,7 @@ def stepped_quietly():
     plan, made = pair.ours._plan, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fusedstep._memory.plan.make_row", lambda *args: made.append(args))
-        patch.setattr("fusedstep._memory.watch.make_check", lambda *args: made.append(args))
+        patch.setattr("fusedstep._memory.watch.Look", lambda *args: made.append(args))
         pair.ours.step()
     assert pair.ours._plan is plan
     assert not made

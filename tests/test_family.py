@@ -267,6 +267,12 @@ def test_schedule_free_parameters_come_back_and_steps_need_them(name):
         getattr(fusedstep, name)(params, state_dtype="int8")
 
 
+@pytest.mark.parametrize("name", ["lambd", "alpha"])
+def test_asgd_refuses_what_newer_torch_refuses(name):
+    with pytest.raises(ValueError, match=f"Invalid {name} value: -0.5"):
+        fusedstep.ASGD([torch.nn.Parameter(torch.ones(2))], **{name: -0.5})
+
+
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_ademamix_warms_up_from_any_momentum(beta1):
     assert fusedstep.check_rule(fusedstep.AdEMAMix, 5, "cpu", betas=(beta1, 0.9, 0.99), t_alpha_beta3=4)

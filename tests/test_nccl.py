@@ -132,6 +132,37 @@ def test_fully_sharded_models_train_as_plain_tensors_do(mesh, cls, policy):
         assert torch.equal(p.to_local(), q)
 
 
+def made_of_layers(mesh, policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).cuda()
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **POLICIES[policy])
+    return fully_shard(model, mesh=mesh, **POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", ["whole", "mixed"])
+@pytest.mark.parametrize("cls", [fusedstep.AdamW, fusedstep.Lamb])
+def test_fully_sharded_models_release_gradients_on_their_own_streams(mesh, cls, policy):
+    models = [made_of_layers(mesh, policy) for _ in range(2)]
+    released, plain = (cls(model.parameters(), lr=1e-2, max_grad_norm=None) for model in models)
+    fusedstep.release_gradients(models[0], released, 40_000)
+    for _ in range(20):
+        inputs = torch.randn(16, 64, device="cuda")
+        for model, optimizer in zip(models, (released, plain), strict=True):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+    assert len(released._release.parts) > 1
+
+
+def test_offloaded_models_do_not_release_gradients(mesh):
+    model = made_of_layers(mesh, "offloaded")
+    with pytest.raises(RuntimeError, match="CPUOffloadPolicy"):
+        fusedstep.release_gradients(model, fusedstep.AdamW(model.parameters()))
+
+
 @pytest.mark.parametrize("options", [{}, {"norm_type": float("inf")}, {"skip_nonfinite": True}], ids=str)
 @pytest.mark.parametrize("cls", [fusedstep.AdamW, fusedstep.Lamb])
 def test_a_norm_over_a_group_of_one_rank_is_its_own(mesh, cls, options):

@@ -334,3 +334,14 @@ def refused(placements, sizes):
 
 def test_columns_on_several_ranks_are_refused(two):
     two.run(refused, [Shard(1)], (2,))
+
+
+def test_a_count_that_is_all_a_rule_keeps_comes_back_where_states_are_gone():
+    p = torch.nn.Parameter(torch.randn(50).bfloat16())
+    optimizer = fusedstep.SGD([p], lr=0.01, rounding="stochastic")
+    for i in range(4):
+        p.grad = torch.randn_like(p)
+        if i == 2:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+        optimizer.step()
+        assert optimizer.state[p]["step"].item() == i % 2 + 1

@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 
 import fusedstep
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NIGHTLY = "2.16.0.dev20261101"
 
 

@@ -16,7 +16,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests import ranks
-from tests.test_examples import EXAMPLES, losses
+
+from .test_examples import EXAMPLES, losses
 
 SHARDED = EXAMPLES / "train_sharded.py"
 ONE_NODE = ["--standalone", "--nproc-per-node"]

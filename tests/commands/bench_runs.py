@@ -12,7 +12,7 @@ from fusedstep.cli.__main__ import app
 from fusedstep.cli.measure import Setup
 from fusedstep.cli.shapes import MODELS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ON_CPU = Setup("cpu", 1)
 
 

@@ -1,5 +1,6 @@
 """What `fusedstep bench` runs, refuses and leaves behind; not how fast anything is."""
 
+import importlib.util
 import json
 import os
 import re
@@ -201,6 +202,28 @@ def test_the_end_to_end_script_runs(tmp_path):
     (path,) = tmp_path.glob("end-to-end-small-cpu-*.json")
     found = json.loads(path.read_text())
     assert min(found["ours"]["median"], found["torch fused"]["median"]) > 0
+
+
+def test_the_release_script_runs_and_writes_its_page(tmp_path):
+    pytest.importorskip("transformers")
+    short = ("--device", "cpu", "--small", "--blocks", "1", "--iterations", "2", "--commit", "abc")
+    done = script("release.py", "run", str(tmp_path), *short)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("release-small-cpu-*.json")
+    found = json.loads(path.read_text())
+    assert found["commit"] == "abc"
+    kept, released = found["memory"]
+    assert kept["predicted"] - released["predicted"] > 1
+    assert min(each["median"] for each in found["time"]["ms"].values()) > 0
+    spec = importlib.util.spec_from_file_location("release", ROOT / "benchmarks" / "release.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    page = benchmark.written(benchmark.PAGE.read_text(), found)
+    assert f"| {released['predicted']:.2f} |" in page
+    assert benchmark.written(page, found) == page
+    for result in sorted((ROOT / "benchmarks").glob("release-cuda-*.json")):
+        # what the page says is what was measured
+        assert benchmark.written(page, json.loads(result.read_text())) == benchmark.PAGE.read_text()
 
 
 def test_building_apex_says_what_it_needs(tmp_path):
