@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fusedstep
-from fusedstep.cli.memory import parameters_of, predicted
+from fusedstep.cli.counting import parameters_of, predicted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = {"state_dtype": "float32", "master": "float32"}

@@ -8,6 +8,7 @@
 """
 
 from . import functional, optimizers
+from ._torch.release import release_gradients
 from .amp import GradScaler
 from .checking import check_rule
 from .muon_groups import muon_groups
@@ -15,5 +16,6 @@ from .optimizers import *  # noqa: F403  (its __all__ is ours)
 from .registry import by_name
 from .rules import Optimizer
 
-__all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", "muon_groups", *optimizers.__all__]
+__all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", "muon_groups", "release_gradients"]
+__all__ += optimizers.__all__
 __version__ = "0.2.0"

@@ -33,6 +33,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled() or not isinstance(optimizer, Optimizer) or "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)
+        if optimizer._release is not None:
+            optimizer._release.refuse_scaler()
         if optimizer._is_flat:
             raise RuntimeError(
                 "the ranks of FSDP1 would not agree whether gradients overflowed; use "

@@ -110,29 +110,28 @@ class Engine(Protocol):
     def bind(self, table: Any) -> Executable: ...
 
 
-def choose(roles: Sequence[Tensor], requested: str | None) -> Engine:
-    """The engine for a parameter, its gradient and states: the one asked for, or the best for its device."""
-    p = roles[0]
-    default = "torch" if is_watched() else _DEFAULT.get(p.device.type, "torch")
-    engine, problem = load(requested or default, p.device.type)
+def choose(roles: Sequence[Tensor], requested: str | None, device: torch.device) -> Engine:
+    """The engine for a parameter, its gradient and states: the one asked for, or the best for a device."""
+    default = "torch" if is_watched() else _DEFAULT.get(device.type, "torch")
+    engine, problem = load(requested or default, device.type)
     odd = next((t for t in roles if not is_plain(t)), None)
     if problem is None and engine.BY_ADDRESS and is_watched() and (is_traced() or not is_plain(torch.empty(0))):
         problem = "a dispatch mode traces operations, or makes other tensors (make_fx, LocalTensorMode, ...)"
     if problem is None and engine.BY_ADDRESS and odd is not None:
         if requested is None:
-            return load("torch", p.device.type)[0]
+            return load("torch", device.type)[0]
         problem = f"it takes plain float tensors, not a {type(odd).__name__} of {odd.dtype}"
-    if problem is None and engine.BY_ADDRESS and p.device.type not in _TESTED:
-        problem = _verdict(engine.NAME, p.device.type)
+    if problem is None and engine.BY_ADDRESS and device.type not in _TESTED:
+        problem = _verdict(engine.NAME, device.type)
     if problem is None:
         return engine
     if requested is not None:
         raise RuntimeError(
-            f"engine={requested!r} cannot step a parameter on {p.device}: {problem}. "
+            f"engine={requested!r} cannot step a parameter on {device}: {problem}. "
             f"Leave engine=None to let fusedstep choose, or use engine='torch', which takes everything"
         )
-    _warn_once(f"fusedstep falls back to plain tensor operations on {p.device.type}, slower: {problem}")
-    return load("torch", p.device.type)[0]
+    _warn_once(f"fusedstep falls back to plain tensor operations on {device.type}, slower: {problem}")
+    return load("torch", device.type)[0]
 
 
 @functools.cache
@@ -165,9 +164,14 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
+def is_wrapper(t: Tensor) -> bool:
+    """Whether a tensor's memory is not its own: that of a DTensor, a FakeTensor, a quantized one."""
+    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def is_plain(t: Tensor) -> bool:
-    """A tensor whose memory is what it seems: no wrapper (DTensor, FakeTensor, quantized), a dtype we load."""
-    return t.dtype in _DTYPES and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+    """A tensor whose memory is what it seems, of a dtype we load."""
+    return t.dtype in _DTYPES and not is_wrapper(t)
 
 
 def is_capturing() -> bool:

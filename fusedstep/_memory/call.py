@@ -18,8 +18,9 @@ from .._engines import Amp, is_watched
 from . import watch
 from .row import Memory, Row, Settings, Update, make_row
 from .shards import local
+from .stepping import step as step_tables
 from .table import Table, make_tables
-from .table import step as step_tables
+from .watch import CHANGED, MOVED
 
 # parameters, gradients and states in turn
 Lists = Sequence[list[Tensor]]
@@ -59,15 +60,16 @@ class Call:
         for row in rows:
             row.commit(Memory({}, {}))
         for bucket, _ in self._buckets:
-            bucket.settle()
+            bucket.start()
         copies = self._moved or any(
             bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
         )
         # it may not serve another call where copies were made, which would keep tensors alive
         self.can_stay = not copies and not any(local(t) is not t for tensors in lists for t in tensors)
         if self.can_stay:
-            self._check = watch.make_check([*chain.from_iterable(lists)])
-            self._addresses = [*map(watch.address, chain.from_iterable(lists))]
+            tensors = [*chain.from_iterable(lists)]
+            self._count, self._look = len(tensors), watch.Look(watch.kinds_of(tensors))
+            self._look(tensors)
 
     def _row(self, roles: tuple[Tensor, ...], job: Job) -> Row:
         p, g, *states = roles
@@ -80,19 +82,18 @@ class Call:
     def fits(self, lists: Lists) -> bool:
         """Whether these are stored as those the tables were made for; then the tables point to these."""
         tensors = [*chain.from_iterable(lists)]
-        if len(tensors) != len(self._addresses) or not all(isinstance(t, Tensor) for t in tensors):
+        if len(tensors) != self._count:
             return False
-        if not self._check(*tensors):
+        found_at_worst = self._look(tensors)
+        if found_at_worst == CHANGED:
             return False
-        addresses = [*map(watch.address, tensors)]
-        if addresses != self._addresses:
-            found = np.array(addresses, np.int64).reshape(len(lists), -1)
+        if found_at_worst == MOVED:
+            found = self._look.addresses.reshape(len(lists), -1)
             written = np.delete(found, 1, axis=0)
             if len(np.unique(written)) != written.size:
                 return False
             for bucket, rows in self._buckets:
                 bucket.write_addresses(found[:, rows].T)
-            self._addresses = addresses
         return True
 
     def step(self, lists: Lists, job: Job, count: Tensor) -> None:

@@ -22,7 +22,6 @@ def state_names(rules: Iterable[Rule]) -> list[str]:
     return [*dict.fromkeys([*(name for rule in rules for _, name in rule.states), EMA])]
 
 
-@torch.no_grad()
 def convert(p: Tensor, values: dict[str, Any], update: Update, owner: str) -> None:
     """Have states of a parameter stored as they are asked for, in place."""
     if update.storage == AS_PARAMETER and _has_its_dtype(p, values):
@@ -68,11 +67,10 @@ def _tensors(stored: Format, name: str, values: dict[str, Any]) -> list[Tensor]:
     return [local(values[plane.name]) for plane in stored.planes(name)]
 
 
-def _empty(stored: Format, name: str, p: Tensor) -> dict[str, Tensor]:
+def _empty(stored: Format, name: str, p: Tensor, device: torch.device) -> dict[str, Tensor]:
     """Planes of a state for the part of a parameter that is here."""
-    part = local(p)
     return {
-        plane.name: torch.empty(plane_shape(plane, p, part), dtype=plane.dtype, device=part.device)
+        plane.name: torch.empty(plane_shape(plane, p, local(p)), dtype=plane.dtype, device=device)
         for plane in stored.planes(name)
     }
 
@@ -97,7 +95,7 @@ def _replace(p: Tensor, values: dict[str, Any], name: str, found: Format, wanted
         values[name] = shards.like(numbers.to(dtype), p)
         return
     numbers = tensors[0].float() if isinstance(found, Plain) else decode(found, tensors)
-    parts = _empty(wanted, name, p)
+    parts = _empty(wanted, name, p, numbers.device)
     encode(wanted, numbers, [*parts.values()])
     values.update(_whole(wanted, name, parts, p))
 
@@ -107,6 +105,9 @@ def _convert_master(p: Tensor, values: dict[str, Any], wanted: Format) -> None:
     found = found_master(part, values)
     if found == wanted or (found is not None and not _fits(p, values, found.planes("param")[1:])):
         return
+    if found is not None:
+        # where its master is, which may be another device than the parameter's
+        part = part.to(local(values[found.planes("param")[1].name]).device)
     master = None if found is None else _master(found, part, values)
     values.pop("master", None)
     values.pop("master_rest", None)

@@ -4,7 +4,7 @@ view in its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,29 +25,35 @@ class Counts:
         self.vector, self._device, size = vector, vector.device, len(vector)
         # select, not unbind: a view that may itself be written in place
         self.views = [self.vector[i] for i in range(size)]
-        has_memory = watch.has_memory(self.vector) and not is_traced()
-        self._address = watch.address(self.vector) if has_memory else None
-        self._is_view = watch.check_of(self.views[0])
+        has_memory = type(vector) is Tensor and not vector.is_meta and not is_traced()
+        self._address = vector.data_ptr() if has_memory else None
+        self._identities = {id(view) for view in self.views}
+        self._kind = watch.kind_of(self.views[0])
         # the same memory, if it is the host's: reading that waits for nothing
         self._on_host = self.vector.numpy() if has_memory and self.vector.is_cpu else None
         self.known = KnownSteps(self.vector)
         # counts that other processes see too, by row
         self._shared: dict[int, Tensor] = {}
 
+    def has(self, count: Any) -> bool:
+        """Whether this is the count of one of its rows."""
+        return id(count) in self._identities
+
     def has_moved(self) -> bool:
         """Whether the vector is elsewhere, as after it was sent to another process."""
-        return self._address is not None and watch.address(self.vector) != self._address
+        return self._address is not None and self.vector.data_ptr() != self._address
 
-    def has_lost(self, places: range) -> bool:
+    def has_lost(self, places: Iterable[int]) -> bool:
         """Whether one of these views is no view of the vector any more."""
         if self._address is None:
             return False
-        views, size = [self.views[i] for i in places], self.vector.element_size()
-        expected = [self._address + i * size for i in places]
-        return not all(map(self._is_view, views)) or [*map(watch.address, views)] != expected
+        first, size = self._address, self.vector.element_size()
+        return any(self._kind.place(self.views[i]) != first + i * size for i in places)
 
     def adopt(self, rows: dict[int, Row], name_of: Callable[[Row], str]) -> None:
         """Have these rows, by their places, go on here from what they have by these names."""
+        for row in rows.values():
+            row.once_kinds[name_of(row)] = self._kind
         found = {i: row.once[name_of(row)] for i, row in rows.items()}
         found = {i: count for i, count in found.items() if count is not self.views[i]}
         for count in found.values():
@@ -62,7 +68,7 @@ class Counts:
             # in memory that other processes see too; all of a GPU could be
             if not traced and _is_on_host(count) and count.untyped_storage().is_shared():
                 _check_shared(count, rows[i])
-                self._shared[i] = count
+                self._shared[i], rows[i].once_kinds[name_of(rows[i])] = count, watch.kind_of(count)
             else:
                 rows[i].once[name_of(rows[i])] = self.views[i]
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from .._algorithm.program import StepSpec
 from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_device
-from . import group_scalars, shards
-from .bucket import Block
+from . import group_scalars, offload, shards
+from .bucket import Bucket
 from .options import COMMON, GroupOptions, TensorOption, read_again, read_group
 from .row import Memory, Row, Settings, check_sums, make_row, program_of
 from .stages import take_turns
-from .table import Table, make_tables, new_status, step
+from .stepping import step
+from .table import Table, make_tables, new_status
 
 _params = itemgetter("params")
 # how many parameters an error lists
@@ -47,6 +48,10 @@ def _status(settings: Settings, previous: Tensor | None) -> Tensor:
 class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
+    tables: list[Table]
+    # of every group
+    _options: list[GroupOptions]
+
     # inference tensors cannot be written outside inference mode, so none is allocated here
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -62,11 +67,16 @@ class Plan:
                 f"{optimizer.settings.owner} was given a parameter twice and would update it twice at once; "
                 "pass every parameter once, for example list(dict.fromkeys(params))"
             )
-        for gone in optimizer.unsaved_steps.keys() - set(params):
+        everything = optimizer.all_params
+        for gone in optimizer.unsaved_steps.keys() - set(everything):
             del optimizer.unsaved_steps[gone]
         self.updates = [*map(optimizer.update_of, groups)]
         group_scalars.place(groups, self.updates)
-        self._options = [read_group(optimizer, i) for i in range(len(groups))]
+        known = [] if old is None else old._options
+        self._options = [
+            known[i] if i < len(known) and not known[i].changed(group) else read_group(optimizer, i)
+            for i, group in enumerate(groups)
+        ]
         self.spec, self._watched, self._norm_group = spec, is_watched(), optimizer.norm_group
         self._storage = optimizer.storage
         self._settings = optimizer.settings._replace(spec=spec._replace(clips=self._clips()))
@@ -79,12 +89,13 @@ class Plan:
             for p in members
             if p.grad is not None or p.requires_grad
         ]
-        positions = {id(p): i for i, p in enumerate(params)}
+        positions = {id(p): i for i, p in enumerate(everything)}
         for row in rows:
             row.position = positions[id(row.param)]
         # of those without gradient nothing is known where every operation is watched
         rows = [row for row in rows if row.started or not self._watched]
         take_turns(rows, self._settings.workspace_bytes)
+        offload.take_turns(rows)
         # a frozen parameter has no row, and gets one with its first gradient
         self._frozen = [p for p in params if p.grad is None and (self._watched or not p.requires_grad)]
         names = [*COMMON, *optimizer.scalar_options]
@@ -93,6 +104,7 @@ class Plan:
         self.tables = make_tables(rows, self._numbers, names, self._settings)
 
         self._check_sums_over_all()
+        offload.warn_of_host(optimizer, rows)
         self._group_scalars = group_scalars.found_in(self.tables)
         # everything is allocated and compiled
         statuses = [table.status for table in self.tables] or [_status(self._settings, status)]
@@ -101,15 +113,17 @@ class Plan:
             for each in statuses:
                 each[SKIPPED] = to_device(status[SKIPPED], each.device)
         for row in rows:
-            if row.started:
+            if row.started and row.kinds:
+                row.keep_once(memory)
+            elif row.started:
                 row.commit(memory)
         self._copy_tensor_options()
         self._note_states(optimizer.state)
-        for bucket in (bucket for table in self.tables for bucket in table.buckets):
-            bucket.settle()
+        for bucket in self.buckets:
+            bucket.start()
 
     def _check_sums_over_all(self) -> None:
-        programs = [bucket.program for table in self.tables for bucket in table.buckets]
+        programs = [bucket.program for bucket in self.buckets]
         if not any(program.sums_over_all for program in programs):
             return
         owner = self._settings.owner
@@ -137,13 +151,17 @@ class Plan:
             return {}
         self._find_states(optimizer.state)
         right: dict[int, Row] = {}
-        for block in (block for table in self.tables for block in table.blocks):
-            all_right = block.refresh()
-            for row in block.rows:
-                if row.started and (all_right or row.is_right()):
+        for bucket in self.buckets:
+            changed = () if bucket.refresh() else {*bucket.find_changes()[0]}
+            for i, row in enumerate(bucket.rows):
+                if row.started and (i not in changed or row.is_right()):
                     right[id(row.param)] = row
                     row.once |= {name: row.state.get(name, 0.0) for name in row.program.kept_once}
         return right
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for table in self.tables for bucket in table.buckets]
 
     def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
         """Bring everything up to date; False if another plan is needed."""
@@ -169,40 +187,49 @@ class Plan:
 
     def _refresh_rows(self, optimizer: Any) -> bool:
         self._find_states(optimizer.state)
-        changed = [(table, block) for table in self.tables for block in table.blocks if not block.refresh()]
+        changed = [(table, each) for table in self.tables for each in table.buckets if not each.refresh()]
         if any(counts.has_moved() for table in self.tables for counts in table.counters):
             return False
         return not changed or self._settle(changed, optimizer)
 
     @torch.no_grad()
-    def _settle(self, changed: list[tuple[Table, Block]], optimizer: Any) -> bool:
-        """Make rows anew where that is needed in these blocks, and note what all of their rows have."""
-        if any(counts.has_lost(block.places) for table, block in changed for counts in table.counters):
-            return False
+    def _settle(self, changed: list[tuple[Table, Bucket]], optimizer: Any) -> bool:
+        """Make rows anew where that is needed in these buckets, and note what all of their rows have."""
+        changes = [bucket.find_changes() for _, bucket in changed]
+        doubtful = [sorted({*rows, *recounted}) for rows, recounted in changes]
+        for (table, bucket), places in zip(changed, doubtful, strict=True):
+            if any(counts.has_lost([bucket.first_row + i for i in places]) for counts in table.counters):
+                return False
         memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
         # all of them before a state or table is changed
         made = [
-            {i: self._make_again(block.rows[i], memory) for i in block.stale_rows(self._settings)}
-            for _, block in changed
+            {i: self._make_again(bucket.rows[i], memory) for i in bucket.stale_rows(rows, self._settings)}
+            for (_, bucket), (rows, _) in zip(changed, changes, strict=True)
         ]
-        for (_, block), rows in zip(changed, made, strict=True):
-            if not all(row.fits_in_place_of(block.rows[i]) for i, row in rows.items()):
+        for (_, bucket), rows in zip(changed, made, strict=True):
+            if not all(row.fits_in_place_of(bucket.rows[i]) for i, row in rows.items()):
                 return False
-        for (_, block), rows in zip(changed, made, strict=True):
+        for (_, bucket), rows in zip(changed, made, strict=True):
             for i, row in rows.items():
-                block.rows[i] = row
+                bucket.rows[i] = row
         # all of them before one is written: rows may have exchanged their states, and so their counts
-        counters = [counts for table in self.tables for counts in table.counters]
-        counted_here = {id(view) for counts in counters for view in counts.views}
-        for table, block in changed:
-            table.find_counts(block, counted_here)
-        for (table, block), rows in zip(changed, made, strict=True):
-            table.adopt_counts(block)
+        started = [
+            {bucket.first_row + i: bucket.rows[i] for i in places if bucket.rows[i].started}
+            for (_, bucket), places in zip(changed, doubtful, strict=True)
+        ]
+        for (table, _), by_place in zip(changed, started, strict=True):
+            table.find_counts(by_place, self._is_counted_here)
+        for (table, bucket), by_place, rows in zip(changed, started, made, strict=True):
+            table.adopt_counts(by_place, memory)
             for row in rows.values():
                 row.commit(memory)
-            block.settle()
+            bucket.settle()
         self._note_states(optimizer.state)
-        return all(block.refresh() for _, block in changed)
+        return all(bucket.refresh() for _, bucket in changed)
+
+    def _is_counted_here(self, count: Any) -> bool:
+        """Whether it is a count of any row."""
+        return any(counts.has(count) for table in self.tables for counts in table.counters)
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
         made = make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
@@ -214,13 +241,12 @@ class Plan:
         same_keys = len(state) == len(self._state_keys) and all(map(is_, state, self._state_keys))
         if same_keys and all(map(is_, state.values(), self._states)):
             return
-        for table in self.tables:
-            for block in table.blocks:
-                for row in block.rows:
-                    found = state.get(row.param)
-                    if found is not row.state and (found is not None or row.state):
-                        row.state = {} if found is None else found
-                block.follow_states()
+        for bucket in self.buckets:
+            for row in bucket.rows:
+                found = state.get(row.param)
+                if found is not row.state and (found is not None or row.state):
+                    row.state = {} if found is None else found
+            bucket.follow_states()
         self._note_states(state)
 
     def _note_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
@@ -229,15 +255,15 @@ class Plan:
     def forget_states(self) -> None:
         """Keep none alive that is about to be replaced."""
         self._states, self._state_keys = [], []
-        for block in (block for table in self.tables for block in table.blocks):
-            for row in block.rows:
+        for bucket in self.buckets:
+            for row in bucket.rows:
                 row.state = {}
                 # one whose count is not saved starts over, as it would in another process
                 row.started = row.started and row.program.saves_step
-            if all(row.started for row in block.rows):
-                block.follow_states()
+            if all(row.started for row in bucket.rows):
+                bucket.follow_states()
             else:
-                block.forget()
+                bucket.forget()
 
     def close(self) -> None:
         """Let go of everything, when another plan takes its place or a step has failed."""
@@ -245,11 +271,12 @@ class Plan:
         for table in self.tables:
             # the two hold each other, and with them every tensor, until the garbage collector comes
             del table.executable
-            for block in table.blocks:
-                block.tensors = []
+            for bucket in table.buckets:
+                bucket.tensors = []
 
     def keep_group_scalars(self, groups: list[dict[str, Any]]) -> None:
-        group_scalars.keep(self._group_scalars, groups)
+        if self._group_scalars:
+            group_scalars.keep(self._group_scalars, groups)
 
     # options
 
@@ -337,11 +364,10 @@ class Plan:
     def step(self, amp: Amp, raises: bool = False) -> None:
         """Take a step; if it `raises`, not where a gradient holds NaN or inf, which waits for the device."""
         found = step(self.tables, amp, self._settings, self._check_finite if raises else None)
-        for table in self.tables:
-            for block in table.blocks:
-                if table.engine.BY_ADDRESS:
-                    block.count_writes(self.spec)
-                block.tensors = []
+        for bucket in self.buckets:
+            if bucket.engine.BY_ADDRESS:
+                bucket.count_writes(self.spec)
+            bucket.tensors = []
         if not self.tables:
             # filled where they are: a number or tensor of the host that is assigned waits for the device
             self.status[FOUND].zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from .. import _engines
-from .._algorithm.formats import Format, Plane
+from .._algorithm.formats import Format
 from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, compile_step
 from .._algorithm.step import GRAD, PARAM
 from .._engines.foreach.placed import decode
 from . import shards, watch
-from .layout import dense_strides, empty_like, laid_like, lies_like, real_numel, row_strides
+from .layout import dense_strides, laid_like, lies_like, real_numel, row_strides
+from .offload import Home, home_of
 from .shards import local
 from .stage_slots import shapes_of_states, stage_formats, stage_states
+from .state_planes import MASTER_PLANES, check_state, made
 from .storage import (
     AS_PARAMETER,
     Storage,
@@ -53,6 +55,8 @@ class Settings(NamedTuple):
     workspace_bytes: int = 0
     # that have the same parameters, and divide what stages do
     replicas: shards.Ranks | None = None
+    # whether parameters are stepped on the host, wherever they are
+    offload: bool = False
 
 
 class Memory(NamedTuple):
@@ -84,13 +88,17 @@ class Row:
     # of the slots of the program
     formats: tuple[Format, ...]
     engine: Any
-    device: torch.device
+    home: Home
+    # where the parameter is, as long as the row is right
+    place: torch.device
     numel: int
     state: dict[str, Any]
     # what is kept once for it, by name: the count so far, and the rule's scalars. Once the row is in a table,
     # the tensors that are written there
     once: dict[str, Any]
-    # of all planes, where an engine works by address
+    # what these tensors must be
+    once_kinds: dict[str, watch.Kind] = field(default_factory=dict)
+    # of all planes, where an engine works by address, and of stand-ins
     strides: tuple[int, ...] = ()
     # among the optimizer's parameters, and of the first element here in the whole tensor: for random bits
     position: int = 0
@@ -103,15 +111,20 @@ class Row:
     started: bool = True
     # the gradient, where it is not the parameter's own
     explicit_grad: Tensor | None = None
-    # dense stand-ins for a parameter or gradient that does not lie so
+    # dense stand-ins for a parameter or gradient that does not lie so, or is elsewhere
     param_copy: Tensor | None = None
     grad_copy: Tensor | None = None
-    # of every plane, whether a tensor is of the kind the row was made for; none until the row is committed
-    checks: list[Any] = field(default_factory=list)
+    # of every plane, what a tensor must be; none until the row is committed
+    kinds: list[watch.Kind] = field(default_factory=list)
 
     @property
     def grad(self) -> Any:
         return self.param.grad if self.explicit_grad is None else self.explicit_grad
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is stepped."""
+        return self.home.device
 
     @property
     def staged(self) -> bool:
@@ -126,7 +139,7 @@ class Row:
     @property
     def table_key(self) -> tuple:
         """Rows with equal ones are in one table."""
-        return self.engine.NAME, str(self.device), self.turn
+        return self.engine.NAME, str(self.device), str(self.place), self.turn
 
     def fits_in_place_of(self, other: Row) -> bool:
         """Whether it can be stepped where the other is. Equal programs are one object."""
@@ -135,15 +148,19 @@ class Row:
 
     def is_right(self) -> bool:
         """Whether its tensors are of the kinds it was made for, and nothing that its rule keeps is lost."""
-        kept = zip((self.param, *self._states()), (self.checks[PARAM], *self.checks[GRAD + 1 :]), strict=True)
-        is_complete = all(name in self.state for name in self.program.scalars) and all(
+        return self.keeps() and self.takes(self.grad)
+
+    def keeps(self) -> bool:
+        """The same of all but its gradient."""
+        kept = zip((self.param, *self._states()), (self.kinds[PARAM], *self.kinds[GRAD + 1 :]), strict=True)
+        is_complete = all(name in self.state for name in self.program.kept_once) and all(
             getattr(self.state.get(name), "shape", None) == shape for name, shape in self.stage_states.items()
         )
-        return is_complete and all(self._is_like(t, check) for t, check in kept) and self.takes(self.grad)
+        return is_complete and all(self._is_like(t, kind) for t, kind in kept)
 
     def takes(self, grad: Any) -> bool:
         """Whether there is no gradient, or one of the kind it was made for."""
-        return grad is None or self._is_like(grad, self.checks[GRAD])
+        return grad is None or self._is_like(grad, self.kinds[GRAD])
 
     def adapt(self, settings: Settings) -> bool:
         """Go on with a gradient of another kind; False if it is stored otherwise, which needs another row."""
@@ -152,17 +169,18 @@ class Row:
         is_other = plain_format(g).dtype != self.program.planes[GRAD].dtype
         if is_other or (self.engine.BY_ADDRESS and not _engines.is_plain(g)):
             return False
-        if self.engine.BY_ADDRESS:
-            self.grad_copy = _stand_in(g, self.strides)
-        self.checks[GRAD] = watch.check_of(g)
+        # on the host, one stands in for any layout
+        if not self.home.is_away:
+            self.grad_copy = self._stand_in(g)
+        self.kinds[GRAD] = watch.kind_of(g)
         return True
 
-    def _is_like(self, whole: Any, check: Callable[[Tensor], bool]) -> bool:
+    def _is_like(self, whole: Any, kind: watch.Kind) -> bool:
         if not isinstance(whole, Tensor):
             return False
         if shards.is_distributed(self.param) or shards.is_distributed(whole):
-            return shards.lies_alike(whole, self.param) and check(local(whole))
-        return check(whole)
+            return shards.lies_alike(whole, self.param) and kind(local(whole))
+        return kind(whole)
 
     def _states(self) -> list[Any]:
         return [self.state.get(plane.name) for plane in self.program.state_planes]
@@ -177,39 +195,50 @@ class Row:
 
     def commit(self, memory: Memory) -> None:
         """Make what was prepared part of what the optimizer remembers, and note the kinds of its tensors."""
-        self.keep_once()
-        if not self.program.saves_step:
-            memory.unsaved_steps[self.param] = self.once["step"]
+        self.keep_once(memory)
         self.state.update(self.fresh)
         self.fresh = {}
-        for name in _MASTERS - {plane.name for plane in self.program.state_planes}:
+        for name in MASTER_PLANES - {plane.name for plane in self.program.state_planes}:
             # of a parameter that was of another dtype
             self.state.pop(name, None)
         if self.state:
             memory.state.setdefault(self.param, self.state)
-        if not self.checks:
-            self.checks = [watch.check_of(part) for part in self.local_tensors()]
+        self.kinds = [*map(watch.kind_of, self.local_tensors())]
 
-    def keep_once(self) -> None:
-        """Have the state hold what is kept once."""
-        self.state.update({name: self.once[name] for name in self.program.kept_once})
+    def keep_once(self, memory: Memory) -> None:
+        """Have the optimizer remember what is kept once."""
+        for name in self.program.kept_once:
+            self.state[name] = self.once[name]
+        if not self.program.saves_step:
+            memory.unsaved_steps[self.param] = self.once["step"]
 
-    @torch.no_grad()
-    def copy_in(self) -> None:
+    def make_stand_ins(self) -> None:
+        self.param_copy, self.grad_copy = self._stand_in(local(self.param)), self._stand_in(local(self.grad))
+
+    def _stand_in(self, t: Tensor) -> Tensor | None:
+        """Dense memory for a tensor that does not lie so, or where it is stepped."""
+        is_right = not self.engine.BY_ADDRESS or lies_like(t, self.strides)
+        return None if is_right and not self.home.is_away else self.home.empty(t, self.strides)
+
+    def copy_in(self, plane: int, waits: bool = True) -> None:
+        """The parameter or the gradient to its stand-in, if it has one; unless it `waits`, that is to be read
+        only after the stream has come so far.
+        """
+        copy, whole = (self.param_copy, self.param) if plane == PARAM else (self.grad_copy, self.grad)
+        if copy is not None:
+            part = local(whole)
+            # from device to device what lies otherwise would go by way of memory that is not pinned
+            source = part if part.device == copy.device else laid_like(part, self.strides)
+            copy.copy_(source, non_blocking=not waits)
+
+    def copy_out(self, spec: StepSpec, waits: bool = True) -> None:
         if self.param_copy is not None:
-            self.param_copy.copy_(local(self.param))
-        if self.grad_copy is not None:
-            self.grad_copy.copy_(local(self.grad))
-
-    @torch.no_grad()
-    def copy_out(self, spec: StepSpec) -> None:
-        if self.param_copy is not None:
-            local(self.param).copy_(self.param_copy)
+            local(self.param).copy_(self.param_copy, non_blocking=not waits)
         if spec.zero_grads and self.grad_copy is not None:
             local(self.grad).zero_()
         if spec.unscale_grads and self.grad_copy is not None:
             # autograd is not told, as by torch's fused optimizers
-            local(self.grad).data.copy_(self.grad_copy)
+            local(self.grad).data.copy_(self.grad_copy, non_blocking=not waits)
 
 
 def make_row(
@@ -247,9 +276,11 @@ def make_row(
     program = program_of(update, settings.spec, formats)
     kept = [state[plane.name] for plane in program.state_planes if plane.name in state]
     old = [local(t) for t in kept if isinstance(t, Tensor) and t.dtype.is_floating_point]
-    engine = _engines.choose((p, g, *old), settings.engine)
+    home = home_of(whole, settings.offload, settings.owner)
+    engine = _engines.choose((p, g, *old), settings.engine, home.device)
     by_rows = program.is_row_major or bool(program.stages)
-    strides = () if not engine.BY_ADDRESS else row_strides(p) if by_rows else dense_strides(p)
+    in_order = engine.BY_ADDRESS or home.is_away
+    strides = () if not in_order else row_strides(p) if by_rows else dense_strides(p)
     # an average that comes in the middle of training does not start it over
     is_new = any(there[name] is None for name in names if name != EMA) or not {*rule.scalars} <= state.keys()
     # of one that keeps nothing, nobody knows
@@ -263,13 +294,16 @@ def make_row(
     for plane in program.state_planes if started else ():
         saved = state.get(plane.name)
         if saved is not None:
-            _check_state(saved, whole, plane, memory.names.get(whole))
+            check_state(saved, whole, plane, memory.names.get(whole))
         # an average begins with the master, where there is one
         start = p
         if plane.name == EMA and saved is None and len(param.planes("")) > 1:
             parts = [local(state.get(each.name)) for each in param.planes("param")[1:]]
-            start = p if any(part is None for part in parts) else decode(param, [p, *parts])
-        tensor = _made(plane, p, whole, strides, engine, local(saved), start)
+            whole_master = [p, *parts]
+            is_there = all(part is not None for part in parts)
+            start = decode(param, [t.to(home.device) for t in whole_master]) if is_there else p
+        layout = strides if engine.BY_ADDRESS else None
+        tensor = made(plane, p, whole, (home, layout), local(saved), start)
         if tensor is not local(saved):
             shape = None if plane.block == 1 else plane_shape(plane, whole, whole)
             fresh[plane.name] = shards.like(tensor, whole, shape)
@@ -281,7 +315,8 @@ def make_row(
         program=program,
         formats=formats,
         engine=engine,
-        device=p.device,
+        home=home,
+        place=p.device,
         numel=real_numel(p) if engine.BY_ADDRESS else 0,
         state=state,
         once={"step": step, **{name: state.get(name, 0.0) for name in rule.scalars}},
@@ -291,8 +326,8 @@ def make_row(
         started=started,
         explicit_grad=grad,
     )
-    if engine.BY_ADDRESS and started:
-        row.param_copy, row.grad_copy = _stand_in(p, strides), _stand_in(g, strides)
+    if started:
+        row.make_stand_ins()
     return row
 
 
@@ -301,11 +336,6 @@ def check_sums(p: Tensor, rule: Rule, settings: Settings) -> None:
     if settings.spec.needs_sums or rule.needs_sums:
         joined = settings.spec.measures_first or rule.sums_over_all
         shards.check_sums(p, settings.owner, joined)
-
-
-def _stand_in(t: Tensor, strides: tuple[int, ...]) -> Tensor | None:
-    """Dense memory for a tensor that does not lie so."""
-    return None if lies_like(t, strides) else empty_like(t, strides)
 
 
 @functools.cache
@@ -337,52 +367,3 @@ def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
     shards.check(p, g, owner)
-
-
-# states that begin as a copy of their parameter; others begin with zeros
-_COPIES = (EMA, "master")
-_MASTERS = {"master", "master_rest"}
-
-
-def _made(
-    plane: Plane, p: Tensor, whole: Tensor, strides: tuple, engine: Any, found: Any, start: Tensor
-) -> Tensor:
-    """A plane of the part `p` that is here: the one that was found, on the right device and laid out as it
-    should be, or a new one, which may begin as `start`.
-    """
-    shape = plane_shape(plane, whole, p)
-    if found is not None:
-        found = found if found.device == p.device else found.to(p.device)
-        if plane.block > 1:
-            return found.contiguous()
-        return laid_like(found, strides) if engine.BY_ADDRESS else found
-    dtype = plane.dtype.to_complex() if p.is_complex() else plane.dtype
-    if plane.block > 1:
-        return torch.zeros(shape, dtype=dtype, device=p.device)
-    if engine.BY_ADDRESS:
-        tensor = empty_like(p, strides, dtype)
-    else:
-        tensor = torch.empty_like(p, dtype=dtype, requires_grad=False)
-    return tensor.copy_(start) if plane.name in _COPIES else tensor.zero_()
-
-
-def _check_state(found: Any, p: Tensor, plane: Plane, param_name: str | None) -> None:
-    name = plane.name
-    if not isinstance(found, Tensor):
-        raise TypeError(f"state {name!r} is a {type(found).__name__}, not a tensor; load a matching checkpoint")
-    owner = "its parameter" if param_name is None else f"its parameter {param_name!r}"
-    if found.shape != plane_shape(plane, p, p) or found.is_complex() != p.is_complex():
-        raise RuntimeError(
-            f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, {owner} "
-            f"{tuple(p.shape)} and {p.dtype}; load a matching checkpoint or delete optimizer.state[p]"
-        )
-    if found.dtype != plane.dtype and not (found.is_floating_point() or found.is_complex()):
-        raise TypeError(
-            f"state {name!r} of {owner.removeprefix('its ')} is {found.dtype}, not floating-point; load a "
-            "matching checkpoint"
-        )
-    if not shards.lies_alike(found, p):
-        raise RuntimeError(
-            f"state {name!r} is not distributed as {owner} is; load the checkpoint with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-        )

@@ -24,6 +24,12 @@ def is_distributed(t: Any) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def are_distributed(tensors: Sequence[Any]) -> list[bool]:
+    """The same for many, which are of a few types."""
+    types = {type(t): is_distributed(t) for t in {type(t): t for t in tensors}.values()}
+    return [types[type(t)] for t in tensors]
+
+
 def local(t: Any) -> Any:
     """The part of a tensor that is here: all of it, if it is a plain one."""
     if not is_distributed(t):
@@ -31,6 +37,19 @@ def local(t: Any) -> Any:
     part = t._local_tensor
     # one that is still on its way, from other ranks
     return part.wait() if hasattr(part, "wait") else part
+
+
+def size_here(t: Any) -> int:
+    """Numbers in the part that a rank holds, where all count the same although their parts may be uneven."""
+    size = t.numel()
+    for dim, placement in enumerate(t.placements if is_distributed(t) else ()):
+        size = -(-size // t.device_mesh.size(dim)) if placement.is_shard() else size
+    return size
+
+
+def is_offloaded(p: Any) -> bool:
+    """Whether FSDP2 has a parameter on the host, for ranks that talk on other devices."""
+    return is_distributed(p) and p.is_cpu and p.device_mesh.device_type != "cpu"
 
 
 def like(part: Tensor, p: Any, shape: Sequence[int] | None = None) -> Tensor:
@@ -247,8 +266,8 @@ def _ranks(p: Any, dim: int) -> Ranks:
 def reduce_groups(params: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[ReduceGroup]:
     """Of a table with these parameters in these rows, in an order that is the same on all ranks."""
     found: dict[Ranks, list[int]] = {}
-    for p, row in zip(params, rows, strict=True):
-        for dim, placement in enumerate(p.placements if is_distributed(p) and _is_member(p) else ()):
+    for p, row, is_held in zip(params, rows, are_distributed(params), strict=True):
+        for dim, placement in enumerate(p.placements if is_held and _is_member(p) else ()):
             if not placement.is_replicate():
                 found.setdefault(_ranks(p, dim), []).append(row)
     everything = [*range(len(rows))]
@@ -260,7 +279,7 @@ def reduce_groups(params: Sequence[Any], rows: Sequence[int], device: torch.devi
 
 def owner_groups(params: Sequence[Any]) -> list[Ranks]:
     """All that hold parts or copies of these parameters, in the same order on all ranks."""
-    held = [p for p in params if is_distributed(p) and _is_member(p)]
+    held = [p for p, is_held in zip(params, are_distributed(params), strict=True) if is_held and _is_member(p)]
     return [*dict.fromkeys(_ranks(p, dim) for p in held for dim in range(p.device_mesh.ndim))]
 
 

@@ -2,7 +2,6 @@
 
     Table     what one engine steps on one device
     Bucket    the rows of a table that share a program: what one launch updates
-    Block     the rows of a bucket that are looked at together before a step
 
 Before each sweep, scalars are computed from the step count, the options and what earlier sweeps summed over
 every tensor. Groups do not split buckets: options are columns of a table with one row per group.
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
 from .._algorithm.program import Program, Scalars
+from .._algorithm.step import GRAD, PARAM
 from .._engines import (
     CLIP_ID,
     COLUMNS,
@@ -38,10 +38,10 @@ from .._engines import (
     to_device,
 )
 from . import shards
-from .bucket import Block, Bucket
+from .bucket import Bucket
 from .counts import Counts
-from .layout import overlaps_itself
-from .row import Row, Settings
+from .offload import copies_of
+from .row import Memory, Row, Settings
 from .stages import Stages, give_workspaces, matrix_of
 from .transfer import from_host, upload
 
@@ -83,7 +83,8 @@ class Table:
         names: Sequence[str],
         settings: Settings,
     ) -> None:
-        self.engine, self.device, self.counts = rows[0].engine, rows[0].param.device, settings.counts
+        self.engine, self.device, self.counts = rows[0].engine, rows[0].device, settings.counts
+        self.copies, self.turn = copies_of(rows[0]), rows[0].turn
         self.spec, self.option_columns = settings.spec, {name: i for i, name in enumerate(names)}
         # equal programs are one object
         programs = {id(row.program): row.program for row in rows}
@@ -115,7 +116,10 @@ class Table:
         for _, same in groupby(ordered, key=lambda row: id(row.program)):
             members, first = [*same], sum(len(bucket.rows) for bucket in self.buckets)
             self.buckets.append(Bucket(members, first, self.host_cells[first : first + len(members)]))
-        self.blocks = [block for bucket in self.buckets for block in bucket.blocks]
+        # whether a sweep over gradients alone comes first, while parameters are on their way
+        loaded = [{*bucket.program.sweeps[0].loads} for bucket in self.buckets]
+        measures = self.spec.measures_first and all(places <= {GRAD} for places in loaded)
+        self.measures_grads = measures and settings.offload
         self.sweep_count = max(len(program.sweeps) for program in programs.values())
         # mps has no float64
         exact = torch.float32 if self.device.type == "mps" else settings.exact
@@ -155,8 +159,12 @@ class Table:
         self.host_options[:] = numbers
 
     def set_tensor_option(self, group: int, column: int, value: Tensor) -> None:
-        self.options[group, column].copy_(value, non_blocking=True)
+        self.options[group, column].copy_(to_device(value, self.device), non_blocking=True)
         self.host_options[group, column] = np.nan
+
+    @property
+    def cells_changed(self) -> bool:
+        return any(bucket.cells_changed for bucket in self.buckets)
 
     def buckets_with(self, k: int) -> list[Bucket]:
         """Those that have a sweep `k`."""
@@ -189,21 +197,20 @@ class Table:
     def rows(self) -> list[Row]:
         return [row for bucket in self.buckets for row in bucket.rows]
 
-    def find_counts(self, block: Block, counted_here: set[int]) -> None:
-        """Note the counts that the states of a block hold now; one that is another row's is read."""
-        for place, row in self._started(block).items():
+    def find_counts(self, rows: dict[int, Row], is_counted_here: Callable[[Any], bool]) -> None:
+        """Note the counts that the states of these rows, by their places, hold now; another row's is read."""
+        for place, row in rows.items():
             counters = dict(zip(("step", *row.program.scalars), self.counters, strict=False))
             for name in row.program.kept_once:
                 count = row.state.get(name, 0.0)
                 is_own = count is counters[name].views[place]
-                row.once[name] = count.clone() if id(count) in counted_here and not is_own else count
+                row.once[name] = count.clone() if not is_own and is_counted_here(count) else count
 
-    def adopt_counts(self, block: Block) -> None:
-        """Have the rows of a block go on from the counts they have."""
-        rows = self._started(block)
+    def adopt_counts(self, rows: dict[int, Row], memory: Memory) -> None:
+        """Have these rows, by their places, go on from the counts they have."""
         self._adopt(rows)
         for row in rows.values():
-            row.keep_once()
+            row.keep_once(memory)
 
     def _adopt(self, rows: dict[int, Row]) -> None:
         self.counters[0].adopt(rows, lambda row: "step")
@@ -211,38 +218,16 @@ class Table:
             having = {i: row for i, row in rows.items() if k < len(row.program.scalars)}
             counts.adopt(having, lambda row, k=k: row.program.scalars[k])  # type: ignore[misc]
 
-    @staticmethod
-    def _started(block: Block) -> dict[int, Row]:
-        return {i: row for i, row in enumerate(block.rows, block.first_row) if row.started}
+    @property
+    def _staged(self) -> list[Row]:
+        """Live rows that work on copies."""
+        return [row for bucket in self.buckets for row in bucket.staged]
 
     # a step
 
-    def _check_grads(self) -> None:
-        """Raise where gradients cannot be written one by one, as this step is to."""
-        grads = [g for bucket in self.buckets for g in bucket.local_grads()]
-        if self.spec.unscale_grads and any(map(overlaps_itself, grads)):
-            raise RuntimeError(
-                "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled "
-                "there; use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients scaled"
-            )
-        addresses = [g.data_ptr() for g in grads if g.numel()]
-        if len({*addresses}) != len(addresses):
-            if self.spec.unscale_grads:
-                raise RuntimeError(
-                    "two parameters share a gradient, which would be unscaled twice; give one of them a clone, "
-                    "or use fusedstep.GradScaler, which leaves gradients as they are"
-                )
-            raise RuntimeError(
-                "two parameters share a gradient, which would be zero for the second of them; call zero_grad() "
-                "after step() instead of step(zero_grad=True, set_to_none=False)"
-            )
-
     def begin(self) -> None:
         """Bring to the device what a step needs."""
-        changed = any(bucket.cells_changed for bucket in self.buckets)
-        writes_grads = self.spec.zero_grads or self.spec.unscale_grads
-        if writes_grads and (changed or not self.engine.BY_ADDRESS) and not is_traced():
-            self._check_grads()
+        changed = self.cells_changed
         if self._cells_to_capture is None and self.device.type == "cuda" and not is_capturing():
             self._cells_to_capture = torch.empty_like(self.cells, device="cpu", pin_memory=True)
         # on the host they are the same memory, unless that is none
@@ -250,15 +235,22 @@ class Table:
             self._upload_cells()
         elif changed:
             for bucket in self.buckets:
-                bucket.note_upload(True)
+                bucket.cells_changed = False
         for counts in self.counters:
             counts.fetch_shared()
-        for bucket in self.buckets:
-            for row in bucket.staged:
-                row.copy_in()
+        staged = self._staged
+        if staged:
+            self.copies.bring(staged, (GRAD,) if self.measures_grads else (GRAD, PARAM))
+
+    def bring_params(self) -> None:
+        """What `begin` has left until all gradients are on their way, which are measured meanwhile."""
+        staged = self._staged if self.measures_grads else []
+        if staged:
+            self.copies.bring(staged, (PARAM,))
 
     def sweep(self, k: int, skips: bool) -> None:
         """Sweep `k`, with its sums taken over all ranks that hold parts of a tensor."""
+        self.copies.wait(GRAD if k == 0 and self.measures_grads else PARAM)
         self.executable.sweep(k, skips)
         for reduction in self.reductions[k]:
             shards.all_reduce_rows_(*reduction)
@@ -278,7 +270,7 @@ class Table:
             self.cells.copy_(source, non_blocking=True)
         for bucket in self.buckets:
             # a capture only says what a replay will do
-            bucket.note_upload(not captures)
+            bucket.cells_changed = captures
 
     def update(self, k: int, amp: Amp) -> None:
         """Sweep `k` of everything live, in place."""
@@ -288,9 +280,9 @@ class Table:
 
     def end(self) -> None:
         """Bring to where it belongs what a step has written elsewhere."""
-        for bucket in self.buckets:
-            for row in bucket.staged:
-                row.copy_out(self.spec)
+        staged = self._staged
+        if staged:
+            self.copies.send_back(staged, self.spec)
         for counts in self.counters:
             counts.publish_shared()
 
@@ -314,76 +306,22 @@ def make_tables(rows: list[Row], options: np.ndarray, names: Sequence[str], sett
         Table([row for row, _ in members], [i for _, i in members], options, names, settings)
         for members in by_table.values()
     ]
+    # as they are stepped
+    tables.sort(key=lambda table: table.turn)
     if settings.norm_ranks is not None or len(tables) > 1:
         # with other ranks all are clipped together, and one column tells of them
         clip_ids = np.zeros(1, np.int64)
         if settings.norm_ranks is None:
             clip_ids = np.concatenate([table.clip_ids for table in tables])
+        # one for all tables of a device, of which there may be hundreds
+        made: dict[tuple, tuple[Tensor, Tensor]] = {}
         for table in tables:
-            shared = table.sums.new_zeros(len(table.sums), len(clip_ids))
-            table.shared = shared, from_host(clip_ids, table.device)
+            at = table.device, len(table.sums)
+            if at not in made:
+                sums = table.sums.new_zeros(len(table.sums), len(clip_ids))
+                made[at] = sums, from_host(clip_ids, table.device)
+            table.shared = made[at]
     give_workspaces(tables, settings)
     for table in tables:
         table.executable = table.engine.bind(table)
     return tables
-
-
-def step(
-    tables: list[Table],
-    amp: Amp,
-    settings: Settings,
-    look: Callable[[Sequence[Tensor]], None] | None = None,
-) -> list[Tensor]:
-    """One step of everything in these tables. Where there are none: what has other ranks skip it, if not 0.
-
-    Before anything is written, `look` is shown what tables and ranks have told each other of their gradients.
-    """
-    ranks_of_norm = [] if settings.norm_ranks is None else [settings.norm_ranks]
-    if amp.found_inf is not None:
-        told = dict.fromkeys(ranks for table in tables for ranks in table.owner_groups)
-        amp = amp._replace(found_inf=shards.any_rank_found_inf(amp.found_inf, [*told, *ranks_of_norm]))
-    amps = [amp.to(table.device) for table in tables]
-    for table in tables:
-        table.begin()
-    measured: list[Tensor] = []
-    if settings.spec.measures_first:
-        for table in tables:
-            table.sweep(0, skips=False)
-        if ranks_of_norm or len(tables) > 1:
-            measured = [table.measured for table in tables]
-        for ranks in ranks_of_norm:
-            # also where nothing was measured: the others wait for this one
-            measured = [shards.reduce_to_column(measured, settings.spec.shared_kinds, ranks)]
-        if look is not None:
-            look(measured)
-        for table in tables if measured else ():
-            shared = table.shared[0][: len(settings.spec.shared_kinds)]
-            torch.cat([to_device(t, table.device) for t in measured], 1, out=shared)
-        _tell_each_other(tables, 0)
-    sweeps = range(int(settings.spec.measures_first), max((t.sweep_count for t in tables), default=0))
-    if tables and any(tables[0].summed_over_all):
-        for k in sweeps:
-            for table, there in zip(tables, amps, strict=True):
-                table.update(k, there)
-            _tell_each_other(tables, k)
-    else:
-        # one after the other: some take turns in a workspace
-        for table, there in zip(tables, amps, strict=True):
-            for k in sweeps:
-                table.update(k, there)
-    for table in tables:
-        table.end()
-    if tables or not ranks_of_norm:
-        return []
-    found = [] if amp.found_inf is None else [amp.found_inf]
-    return found + [column[1, 0] for column in measured if settings.spec.skip_nonfinite]
-
-
-def _tell_each_other(tables: list[Table], k: int) -> None:
-    """Have every table know what is summed over all tensors in sweep `k`."""
-    rows = tables[0].summed_over_all if len(tables) > 1 else []
-    for row in rows[k] if k < len(rows) else ():
-        for table in tables:
-            # one row after the other: a list of them would be copied to the device, which waits
-            sums = [to_device(other.sums[row], table.device) for other in tables]
-            torch.cat(sums, out=table.shared[0][row])

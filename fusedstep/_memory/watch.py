@@ -1,108 +1,140 @@
-"""Has anything changed since the last step? Asked by calls that Python offers, for all tensors at once.
+"""Has anything changed since the last step? Asked for all tensors at once.
 
 Every step must look at every tensor again: parameters, gradients and states may be re-allocated, replaced or
-changed in place at will. The questions are: is it of the kind it was (dtype, device, sizes, strides, dispatch
-keys), and, where an engine works by address, where is it now?
+changed in place at will. The questions are: is it of the kind it was (type, dtype, device, sizes, strides), and
+where is it now? Compiled code asks them through DLPack, about 0.04 us a tensor; where that is not to be had, or
+a tensor is not as DLPack describes it, Python does, in 2 us.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-try:
-    # private, but an interface of torch's compiler: it compares dtype, device, sizes, strides, dispatch keys
-    # and type of many tensors in one call, 0.04 us each. Reading these attributes in Python takes 1 us each
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards: Any = None  # type: ignore[no-redef]
+from .._engines import is_traced, is_watched, is_wrapper
+from . import dlpack
+from .dlpack import ABSENT, CHANGED, MOVED, OTHER, REPLACED, SAME
 
-address = Tensor.data_ptr
+_is_neg = Tensor.is_neg
 
 
-def attributes(t: Tensor) -> tuple:
-    """What makes the kind of a tensor: where it is equal, another can take its place in a row."""
+class Kind:
+    """What a tensor is: one of the same kind can take its place."""
+
+    __slots__ = ("_attributes", "_described", "_has_memory", "described_at")
+
+    def __init__(self, t: Tensor) -> None:
+        self._attributes, self._has_memory = _attributes(t), _has_memory(t)
+        table = dlpack.table()
+        # DLPack does not tell whether numbers are negated or conjugated lazily
+        can_be = table is not None and self._has_memory and not t.is_complex() and not t.is_neg()
+        self._described = table.kind(t) if table is not None and can_be else None
+        # where compiled code finds it; None if Python must compare
+        self.described_at = None if self._described is None else self._described.ctypes.data
+
+    def place(self, t: Any) -> int:
+        """The address of a tensor, 0 if its kind has none; OTHER if it is of another kind."""
+        if not isinstance(t, Tensor) or _attributes(t) != self._attributes:
+            return OTHER
+        if not self._has_memory:
+            return 0
+        try:
+            found = t.data_ptr()
+        except RuntimeError:  # transformed, and of the same attributes
+            return OTHER
+        # one that has lost its memory, or never had any, such as a lazy tensor of zeros
+        return found if found or not t.numel() else OTHER
+
+    def __call__(self, t: Any) -> bool:
+        """Whether a tensor is of this kind."""
+        return self.place(t) != OTHER
+
+
+def _attributes(t: Tensor) -> tuple:
     if t.layout != torch.strided:
         return type(t), t.layout, t.dtype, t.device, t.shape
-    return type(t), t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_conj(), t.is_neg()
+    return type(t), t.dtype, t.device, t.shape, t.stride(), t.is_conj(), t.is_neg()
 
 
-def _compiled_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    if any(t.layout != torch.strided for t in tensors):
-        return _python_check(tensors)
-    sizes: Any = [[*t.shape] for t in tensors]
-    strides: Any = [[*t.stride()] for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-
-def _python_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    expected = [*map(attributes, tensors)]
-    return lambda *found: all(isinstance(t, Tensor) for t in found) and [*map(attributes, found)] == expected
-
-
-def make_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """check(*tensors): whether others are of the same kinds as these, in turn."""
-    return (_python_check if TensorGuards is None else _compiled_check)(tensors)
-
-
-class Kinds:
-    """Whether tensors are of the kinds that `checks` look for, in turn."""
-
-    def __init__(self, checks: Sequence[Callable[[Tensor], bool]]) -> None:
-        self._checks = checks
-        # one that takes all tensors at once: it costs as much to make as ten rounds of asking one by one
-        self._check_all: Callable[..., bool] | None = None
-        self._rounds = 0
-
-    def in_one_call(self, tensors: list[Any]) -> bool:
-        """Whether there is such a check, and they pass it."""
-        return self._check_all is not None and self._check_all(*tensors)
-
-    def __call__(self, tensors: list[Any]) -> bool:
-        if self.in_one_call(tensors):
-            return True
-        # a list: twice as fast as a generator, and seldom cut short
-        if not all([check(t) for check, t in zip(self._checks, tensors, strict=True)]):  # noqa: C419
-            return False
-        self._rounds += 1
-        if self._rounds == _ROUNDS and tensors:
-            self._check_all = make_check(tensors)
-        return True
-
-
-# after which tensors are expected to stay of these kinds
-_ROUNDS = 3
-
-
-def has_memory(t: Any) -> bool:
-    """Whether a tensor has memory of its own: not one on meta, or of a subclass."""
-    return type(t) is Tensor and not t.is_meta
+def _has_memory(t: Tensor) -> bool:
+    """Whether a tensor has memory of its own: not one on meta, of a subclass, or that is traced."""
+    if t.layout != torch.strided or t.is_meta or is_wrapper(t) or is_traced():
+        return False
+    try:
+        t.data_ptr()
+    except RuntimeError:  # of a device without addresses
+        return False
+    return True
 
 
 # most tensors of a model are of a few kinds
-_checks: dict[tuple, Callable[[Tensor], bool]] = {}
-_MOST_CHECKS = 4096
+_kinds: dict[tuple, Kind] = {}
+_MOST_KINDS = 4096
 
 
-def check_of(t: Tensor) -> Callable[[Tensor], bool]:
-    """check(tensor): whether another is of the same kind as `t`."""
-    kind = attributes(t)
-    try:
-        check = _checks.get(kind)
-    except TypeError:  # sizes that are symbols cannot be looked up
-        return _python_check([t])
-    # guards also compare which modes are on, and what else torch keeps by thread
-    if check is None or not check(t):
-        if len(_checks) >= _MOST_CHECKS:
-            _checks.clear()
-        check = _checks[kind] = make_check([t])
-    return check
+def kind_of(t: Tensor) -> Kind:
+    key = _attributes(t)
+    # one that is traced or transformed may seem to be what others are
+    if is_watched():
+        return Kind(t)
+    if key not in _kinds:
+        if len(_kinds) >= _MOST_KINDS:
+            _kinds.clear()
+        _kinds[key] = Kind(t)
+    return _kinds[key]
 
 
-def checks_of(tensors: list[Tensor]) -> list[Callable[[Tensor], bool]]:
+def kinds_of(tensors: list[Tensor]) -> list[Kind]:
     """The same for tensors of which most are of one kind."""
-    first = check_of(tensors[0]) if tensors else None
-    return [first if first is not None and first(t) else check_of(t) for t in tensors]
+    if not tensors:
+        return []
+    first = kind_of(tensors[0])
+    look = Look([first] * len(tensors))
+    look(tensors)
+    return [kind_of(t) if at == OTHER else first for t, at in zip(tensors, look.addresses, strict=True)]
+
+
+class Look:
+    """Looks at tensors of these kinds, in turn, and keeps their addresses."""
+
+    def __init__(self, kinds: Sequence[Kind | None], of_grads: bool = False) -> None:
+        """Gradients may be absent, and a kind None, where one is not expected."""
+        self._kinds, self._of_grads, self._absent = kinds, of_grads, ABSENT if of_grads else OTHER
+        # OTHER for one that is not of its kind, ABSENT for a gradient that is not there
+        self.addresses = np.full(len(kinds), OTHER, np.int64)
+        self._any_negated = False
+        table, self._compiled = dlpack.table(), None
+        described_at: list[Any] = [0 if kind is None else kind.described_at for kind in kinds]
+        # an array of numbers only, by which numpy makes its own three times as fast
+        if table is not None and None not in described_at:
+            self._described = np.frombuffer(array("q", described_at), np.int64)
+            self._compiled = table.looker(self._described, self.addresses, self._absent)
+
+    def __call__(self, tensors: list[Any]) -> int:
+        """SAME, MOVED if an address has changed or a gradient has gone or come, CHANGED if one is of another
+        kind.
+        """
+        if self._compiled is None:
+            return self._in_python(tensors)
+        found = self._compiled(tensors)
+        if self._of_grads and (found & REPLACED or self._any_negated):
+            # autograd negates some lazily, by a bit that DLPack does not show
+            there = tensors if ABSENT not in self.addresses else [t for t in tensors if t is not None]
+            self._any_negated = any(map(_is_neg, there))
+            if self._any_negated:
+                negated = [t is not None and t.is_neg() for t in tensors]
+                self.addresses[negated], found = OTHER, CHANGED
+        return found & CHANGED
+
+    def _in_python(self, tensors: list[Any]) -> int:
+        before = self.addresses.copy()
+        for i, (kind, t) in enumerate(zip(self._kinds, tensors, strict=True)):
+            self.addresses[i] = self._absent if t is None else OTHER if kind is None else kind.place(t)
+        if (self.addresses == OTHER).any():
+            return CHANGED
+        return MOVED if (self.addresses != before).any() else SAME

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import dataclass_transform  # in typing from Python 3.11; torch depends on it, too
 
+from .._memory.offload import PLACES
 from .._memory.options import is_sequence
 from .._memory.storage import MASTERS
 
@@ -99,6 +100,7 @@ class Common(Declared):
     rounding: str = for_all(default="nearest", kw_only=True)
     seed: int = for_all(default=0, kw_only=True)
     engine: str | None = for_all(default=None, kw_only=True)
+    offload: str | None = for_all(default=None, kw_only=True)
 
 
 def declared_arguments(cls: type, inherited: dict[str, Argument]) -> dict[str, Argument]:
@@ -165,6 +167,18 @@ def as_master(value: Any) -> str | None:
     """A `master`: how what a parameter of 16 bits was rounded from is kept."""
     if value is not None and value not in MASTERS:
         raise ValueError(f"Invalid master: {value!r}; use one of {MASTERS}, or None")
+    return value
+
+
+def as_offload(value: Any, engine: str | None) -> str | None:
+    """An `offload`: where parameters are stepped that are elsewhere, by one of the host's engines."""
+    if value is not None and value not in PLACES:
+        raise ValueError(f"Invalid offload: {value!r}; use one of {PLACES}, or None")
+    if value is not None and engine == "triton":
+        raise ValueError(
+            f'offload={value!r} steps parameters on the host, and engine is "triton", which runs on devices; '
+            'use engine=None, "cpu" or "torch", or leave out offload'
+        )
     return value
 
 

@@ -73,26 +73,33 @@ def _boxed(optimizer: Any, values: Any, count: Any) -> Any:
     return {name: _Box(v) if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
+# once for all: it takes as long as what is done for a parameter
+@torch.no_grad()
 def unpack(optimizer: Any) -> None:
     """Take loaded states out of their boxes, in place."""
-    updates = {p: optimizer.update_of(group) for group in optimizer.param_groups for p in group["params"]}
+    with_updates = ((group["params"], optimizer.update_of(group)) for group in optimizer.param_groups)
+    updates = {p: update for params, update in with_updates for p in params}
     states = {p: values for p, values in optimizer.state.items() if isinstance(values, dict)}
     # all of them before any is converted, which may raise
     numbers = {"step", *(name for rule in optimizer.rules for name in rule.scalars)}
-    loaded = {p: _taken_out(p, values, numbers) for p, values in states.items()}
+    away = optimizer.settings.offload
+    loaded = {p: _taken_out(p, values, numbers, away) for p, values in states.items()}
     for p, values in states.items():
         # a state that belongs to no parameter is kept as it is
         if loaded[p] and p in updates:
             convert(p, values, updates[p], type(optimizer).__name__)
 
 
-def _taken_out(p: Any, values: dict[str, Any], numbers: set[str]) -> bool:
-    """Take what is in boxes out of them; whether there was any. `numbers` are kept once for a tensor."""
+def _taken_out(p: Any, values: dict[str, Any], numbers: set[str], away: bool) -> bool:
+    """Take what is in boxes out of them; whether there was any. `numbers` are kept once for a tensor. What
+    will live elsewhere than its parameter stays where it is until a step brings it there.
+    """
     # what was in no box came with a whole optimizer, perhaps in memory that processes share
     loaded = [name for name, value in values.items() if isinstance(value, _Box)]
     for name in loaded:
         tensor = values[name].tensor
-        values[name] = tensor if name in numbers or not isinstance(p, Tensor) else tensor.to(p.device)
+        stays = away or name in numbers or not isinstance(p, Tensor)
+        values[name] = tensor if stays or tensor.device == p.device else tensor.to(p.device)
     for name in numbers & values.keys() if isinstance(p, Tensor) else ():
         if name in loaded or not isinstance(values[name], Tensor):
             values[name] = _count(values[name])
@@ -103,7 +110,7 @@ def _count(value: Any) -> Tensor:
     # on the host, whatever the default device is; the plan moves it
     count = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     # a copy: the dict may be another optimizer's, still counting
-    return count.detach().to(_get_scalar_dtype(), copy=True)
+    return count.to(_get_scalar_dtype(), copy=True)
 
 
 def expanded(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

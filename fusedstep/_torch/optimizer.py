@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,9 @@ from .._memory.shards import (
 )
 from .._memory.storage import AS_PARAMETER, IN_GROUPS
 from .._memory.table import CLIP_SCOPES
-from .arguments import as_seed, as_skip, with_tuples
+from .._memory.taking import Way, take_step
+from .arguments import as_offload, as_seed, as_skip, with_tuples
+from .compiling import outside_of_graphs
 from .declaration import COMMON_ARGUMENTS, Declaration
 from .saving import Saving
 from .statistics import Statistics, collected
@@ -43,6 +46,9 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
     workspace_bytes = 2 << 30
     # a process group of ranks that have the same parameters, as with DDP, and divide what stages do
     divide_among = None
+    # where parameters are stepped that are elsewhere, and what is kept for them lives; None: where they are
+    offload = None
+    _has_warned_of_host = False
 
     def _setup(self, params: Any, **defaults: Any) -> None:
         """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
@@ -73,6 +79,12 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         if whole.get("divide_among") is not None:
             check_group(whole["divide_among"], "divide_among")
         self.engine, self.clip_scope = engine, clip_scope
+        self.offload = as_offload(whole["offload"], engine)
+        if self.offload is not None and any(rule.stages for rule in cls.rules):
+            raise ValueError(
+                f"{cls.__name__} multiplies matrices between its sweeps, for which a host takes far too long; "
+                "leave out offload, and store less (state_dtype, master)"
+            )
         self.storage = AS_PARAMETER
         self.state_dtype, self.master, self.rounding = (whole[n] for n in ("state_dtype", "master", "rounding"))
         self.seed = as_seed(whole["seed"])
@@ -100,15 +112,21 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by torch's GradScaler: whether it leaves unscaling and skipping to step(). May be set."""
+        if self._release is not None:
+            self._release.refuse_scaler()
         if self._unscales is not None:
             return self._unscales
         # a scaler that finds an infinity on one rank only does not call step() there: the others would wait
-        params = (p for group in self.param_groups for p in group["params"])
-        return self.norm_group is not None or on_several_meshes(params)
+        return self.norm_group is not None or on_several_meshes(self.all_params)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._unscales = value
+
+    @property
+    def all_params(self) -> list[Tensor]:
+        """Of all groups. A plan asks where its own are among them."""
+        return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def settings(self) -> Settings:
@@ -120,6 +138,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
             seed=self.seed,
             workspace_bytes=self.workspace_bytes,
             replicas=None if self.divide_among is None else ranks_of(self.divide_among),
+            offload=self.offload is not None,
         )
 
     @staticmethod
@@ -136,7 +155,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
 
         return step
 
-    @torch._disable_dynamo
+    @outside_of_graphs
     def step(
         self, closure: Callable[[], Any] | None = None, *, zero_grad: bool = False, set_to_none: bool = True
     ) -> Any:
@@ -169,44 +188,40 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         if spec.zero_grads:
             self._detach_grads()
         captures, traced = _engines.is_capturing(), _engines.is_traced()
+        if self.offload is not None and (captures or traced):
+            raise RuntimeError(
+                f"offload={self.offload!r} has the host step parameters, which no graph can replay; leave out "
+                "offload, or step() outside of the graph"
+            )
         if raises and (captures or traced):
             raise RuntimeError(
                 'skip_nonfinite="raise" reads back what a step measures, which no graph can; use '
                 "skip_nonfinite=True, and look at optimizer.step_was_skipped"
             )
-        if traced:
+        if self._release is not None:
+            self._release.finish(spec, amp)
+        elif traced:
             self._trace(spec, amp)
         else:
             self._take_step(spec, amp, captures, raises)
         if zero_grad and set_to_none:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad = None
+            for p in self.all_params:
+                p.grad = None
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._release is not None and not set_to_none:
+            self._release.refuse_zeros("zero_grad(set_to_none=False)", "zero_grad()")
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.begin_anew()
 
     def _take_step(self, spec: StepSpec, amp: Amp, captures: bool, raises: bool) -> None:
         if self._capture is not None and not captures:
             self._capture.check(self, spec)
         # kept only if the step comes through: after an exception the next one starts over; but not from a graph
         plan, self._plan = self._plan if self._capture is None else self._capture.plan, None
-        try:
-            if plan is None or not plan.refresh(self, spec):
-                if captures:
-                    raise RuntimeError(
-                        "a CUDA graph can capture a step() only after one that was not captured, with the same "
-                        "arguments, parameters and dtypes: take one, then capture"
-                    )
-                old, plan = plan, Plan(self, spec, self._status, plan)
-                if old is not None:
-                    old.close()
-            if captures:
-                plan.check_capturable(self)
-            plan.step(amp, raises)
-            plan.keep_group_scalars(self.param_groups)
-        except BaseException:
-            if plan is not None and self._capture is None:
-                plan.close()
-            raise
+        plan = take_step(self, plan, spec, Way(amp, raises, captures, self._capture is not None, self._status))
         self._plan, self._status = plan, plan.status
         if captures:
             self.release_graph()
@@ -276,8 +291,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
                 "the last step has collected no statistics; construct with statistics=True, then step() with "
                 "gradients"
             )
-        params = [p for group in self.param_groups for p in group["params"]]
-        return collected(self._plan.tables, params, names_in(self.param_groups))
+        return collected(self._plan.tables, self.all_params, names_in(self.param_groups))
 
     @contextlib.contextmanager
     def ema_parameters(self, *modules: torch.nn.Module) -> Iterator[None]:
@@ -317,10 +331,15 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
 
     def _detach_grads(self) -> None:
         """Gradients that will be zero belong to no graph of autograd's, as after torch's `zero_grad`."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.grad_fn is not None:
-                    p.grad.detach_()
+        for p in self.all_params:
+            if p.grad is not None and p.grad.grad_fn is not None:
+                p.grad.detach_()
+
+    def warn_of_host(self, text: str) -> None:
+        """Once, however many parts of it are stepped by themselves."""
+        if not self._has_warned_of_host:
+            self._has_warned_of_host = True
+            warnings.warn(text, stacklevel=3)
 
     def _refuse_averages(self, what: str) -> None:
         if self._shows_averages:
@@ -359,6 +378,8 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         if any(map(is_flat, self.param_groups[-1]["params"])):
             # FSDP1's ShardedGradScaler has ranks agree on infinities only where it unscales gradients itself
             self._is_flat, self._step_supports_amp_scaling = True, False
+        if self._release is not None:
+            self._release.follow()
 
 
 @torch.no_grad()

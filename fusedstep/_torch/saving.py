@@ -19,6 +19,8 @@ class Saving(torch.optim.Optimizer):
 
     _plan: Any
     _capture: Any
+    # set by `release_gradients`, until it is undone
+    _release: Any = None
     _status: Any
     _forget: Any
     _refuse_averages: Any
@@ -26,6 +28,7 @@ class Saving(torch.optim.Optimizer):
     arguments: Any
     storage: Storage
     seed: int
+    offload: str | None
     unsaved_steps: Any
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -36,12 +39,16 @@ class Saving(torch.optim.Optimizer):
         handle, plan = self.register_load_state_dict_pre_hook(loadable), self._plan
         if plan is not None:
             plan.forget_states()
+        if self._release is not None:
+            self._release.forget_states()
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
         # it notices that states, counts and options are others
         self._plan = plan
+        if self._release is not None:
+            self._release.follow()
 
     def __getstate__(self) -> dict[str, Any]:
         ours = ["state_dtype", "engine", "clip_scope", "norm_type", "skip_nonfinite", "collect_statistics"]
@@ -59,6 +66,7 @@ class Saving(torch.optim.Optimizer):
         super().__setstate__(state)
         # a checkpoint that is loaded says nothing of them, and a pickle from before there were masters not all
         self.storage, self.seed = vars(self).get("storage", AS_PARAMETER), vars(self).get("seed", 0)
+        self.offload = vars(self).get("offload")
         for name in vars(self).keys() & {"state_dtype", "master", "rounding"}:
             setattr(self, name, vars(self).pop(name))
         for name in _GROUPS:

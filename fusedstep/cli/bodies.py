@@ -342,6 +342,36 @@ def statistics_each_tenth(side: Side) -> Body:
         yield optimizer.step
 
 
+def _in_backward(side: Side, buckets: int) -> Body:
+    """Every parameter has a gradient from a backward of its own; `buckets` of them are released, ours only."""
+    params = side.params()
+    optimizer = side.optimizer(params)
+    if side.is_ours and buckets:
+        size = sum(p.numel() * p.itemsize for p in params)
+        fusedstep.release_gradients(torch.nn.ParameterList(params), optimizer, size // buckets)
+    while True:
+        losses = [p.sum() for p in params]
+
+        def iteration(losses: list[Tensor] = losses) -> None:
+            torch.autograd.backward(losses)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        yield iteration
+
+
+def backward_and_step(side: Side) -> Body:
+    return _in_backward(side, 0)
+
+
+def released_in_buckets(side: Side) -> Body:
+    return _in_backward(side, 20)
+
+
+def released_one_by_one(side: Side) -> Body:
+    return _in_backward(side, side.size)
+
+
 def clipped(side: Side) -> Body:
     params = side.params()
     if side.is_ours:

@@ -32,6 +32,7 @@ class Loop(NamedTuple):
 # torch's fused step on a CPU takes a gradient for what it is not where it lies otherwise than its parameter
 _NOT_FUSED: Call = ("torch.optim.AdamW", {})
 _AND_SCHEDULER = "step(), scheduler.step()"
+_AND_BACKWARD = "backward(), step(), zero_grad()"
 
 
 def _plain(name: str, peer: str, body: Callable[[Side], bodies.Body] = bodies.steady) -> Loop:
@@ -72,6 +73,9 @@ LOOPS = [
     Loop("layout changes every step", bodies.layout_changes, peer=_NOT_FUSED),
     Loop("statistics every tenth step", bodies.statistics_each_tenth, ends=True),
     Loop("zero_grad every step", bodies.zero_grad_each_step, None, "step(), zero_grad()"),
+    Loop("backward and step", bodies.backward_and_step, None, _AND_BACKWARD),
+    Loop("released in 20 buckets", bodies.released_in_buckets, None, _AND_BACKWARD),
+    Loop("released one by one", bodies.released_one_by_one, None, _AND_BACKWARD),
     Loop("clipped", bodies.clipped, None, "clip_grad_norm_ or max_grad_norm, step()"),
     Loop("with a GradScaler", bodies.scaled, None, "scaler.step(), scaler.update()"),
     Loop("constructed every step", bodies.first_step, None, "constructor, first step()"),

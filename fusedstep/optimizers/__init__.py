@@ -29,6 +29,8 @@ Arguments that every class takes beyond its own:
     rounding       "nearest", or "stochastic" for parameters of 16 bits without a master and narrow states
     seed           of the random bits for that; the same on all ranks
     engine         "torch", "cpu" or "triton" to insist on one; None: the best one for each parameter
+    offload        "cpu" to have states and masters in pinned memory of the host, which steps all parameters:
+                   a GPU then holds these and their gradients alone. None: all stays on its device
 
 Those that torch.optim has also take what they take there:
 

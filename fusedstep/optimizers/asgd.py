@@ -64,4 +64,5 @@ class ASGD(Optimizer):
 
     def check_arguments(self, arguments: dict[str, Any]) -> None:
         check_lr(arguments["lr"])
-        check_not_negative(arguments, "weight_decay")
+        # lambd and alpha as torch does from version 2.15 on
+        check_not_negative(arguments, "lambd", "alpha", "weight_decay")

@@ -130,6 +130,7 @@ class _Sweep:
         arrays = [cuts, places, rows, scalars, steps, self._partials]
         job = [0, len(cuts) - 1, *(array.ctypes.data for array in arrays), rows.shape[1], scalars.shape[1]]
         self._job = np.array(job, np.int64)
+        self._address, self._ranges = self._job.ctypes.data, len(cuts) - 1
         assert len(self._job) == len(JOB)
         # jobs point to them
         self._keep = arrays
@@ -143,7 +144,7 @@ class _Sweep:
 
     def __call__(self) -> None:
         self._job[0] = 0
-        _run(self._kernel, self._job, min(torch.get_num_threads(), int(self._job[1])))
+        _run(self._kernel, self._address, min(torch.get_num_threads(), self._ranges))
         if self._reduce is not None:
             self._reduce()
 
@@ -157,15 +158,15 @@ def _ranges(numels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack((tensors, starts), 1).astype(np.int64), np.array([0, *ends], np.int64)
 
 
-def _run(kernel: Any, job: np.ndarray, threads: int) -> None:
-    """Let `threads` threads work on a job together."""
+def _run(kernel: Any, job: int, threads: int) -> None:
+    """Let `threads` threads work on the job at this address together."""
     parallel = None if _forked else _openmp()
     if threads <= 1:
-        kernel.call(job.ctypes.data)
+        kernel.call(job)
     elif parallel is not None:
-        parallel(kernel.address, job.ctypes.data, threads, 0)
+        parallel(kernel.address, job, threads, 0)
     else:
-        futures = [_pool().submit(kernel.call, job.ctypes.data) for _ in range(threads)]
+        futures = [_pool().submit(kernel.call, job) for _ in range(threads)]
         for future in futures:
             future.result()
 
