@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedstep
-from fusedstep._memory import dlpack, options, plan, watch
+from fusedstep._memory import options, plan, watch
 
 # several blocks
 COUNT = 150
@@ -89,7 +89,7 @@ def test_a_skipped_step_clears_what_there_is(engine):
 
 @engines
 def test_without_guards_what_is_no_tensor_is_no_tensor(engine, monkeypatch):
-    monkeypatch.setattr(dlpack, "table", lambda: None)
+    monkeypatch.setattr(watch, "_table", lambda: None)
     monkeypatch.setattr(watch, "_kinds", {})
     params = parameters(5)
     optimizer = fusedstep.AdamW(params, engine=engine)

@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing  # has ForkingPickler share tensors
 
 import fusedstep
-from fusedstep._memory import dlpack, plan, table, watch
+from fusedstep._memory import plan, table, watch
 from tests.cases import KINDS, by_name, name_of
 from tests.pairs import Pair
 
@@ -365,7 +365,7 @@ def trained(cls, mutation, kept, **options):
 
 def python_checks(monkeypatch):
     """As where torch has no table of DLPack's functions."""
-    monkeypatch.setattr(dlpack, "table", lambda: None)
+    monkeypatch.setattr(watch, "_table", lambda: None)
     monkeypatch.setattr(watch, "_kinds", {})
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import fusedstep
+from fusedstep._engines import ABSENT, CHANGED, MOVED, OTHER, SAME
+from fusedstep._engines.cpu import dlpack
 from fusedstep._memory import shards, watch
 
 ROOT = Path(fusedstep.__file__).parent
@@ -76,7 +78,8 @@ def test_what_is_computed_needs_the_standard_library_only(path):
         assert top in {*sys.stdlib_module_names} | allowed or name.startswith("fusedstep._algorithm"), name
 
 
-# the only files that may call by address: what llvmlite compiled, libm's functions, OpenMP's entry point
+# the only files that may call by address: what llvmlite compiled, OpenMP's entry point; what is compiled calls
+# libm, and in dlpack.py CPython's C interface and torch's table for DLPack
 CALLS_BY_ADDRESS = "_engines/cpu/"
 # ways to read or write memory that Python does not offer
 RAW_MEMORY = {
@@ -102,9 +105,11 @@ def test_no_memory_is_read_or_written_by_address(path):
     tops = {name.split(".")[0] for name in imports(path)}
     assert not tops & {"struct", "cffi", "mmap", "_ctypes"}
     assert "ctypes" not in tops or name_of(path).startswith(CALLS_BY_ADDRESS)
+    # objects are handed to what we compiled, as to any extension module
+    refused = RAW_MEMORY - ({"py_object"} if name_of(path) == "_engines/cpu/dlpack.py" else set())
     for node in nodes(path):
         used = getattr(node, "attr", None) or getattr(node, "id", None)
-        assert used not in RAW_MEMORY, f"{name_of(path)}:{node.lineno} uses {used}"
+        assert used not in refused, f"{name_of(path)}:{node.lineno} uses {used}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             # a number is made a pointer in compiled code only
             assert node.func.attr != "POINTER" or name_of(path).startswith(CALLS_BY_ADDRESS)
@@ -129,8 +134,6 @@ def test_an_identity_is_no_address(path):
 
 # what is private to torch, and why we use it all the same
 PRIVATE = {
-    # found to be missing, Python compares the attributes: see test_changes.py
-    "torch._C._dynamo.guards.TensorGuards": "kinds of all tensors in one call, 25 times faster than in Python",
     # to_local() is an operation that autograd records, for each tensor and at every step
     "torch.distributed.tensor.DTensor._local_tensor": "the part of a DTensor that is here",
     "torch.distributed.tensor.DTensor._spec": "how it is distributed; without it, placements are compared",
@@ -275,39 +278,90 @@ def test_a_dtensor_has_its_part_here(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_tensor_guards_are_used_where_there_are_any():
-    """Found missing, Python's checks take 25 times as long and nobody would know."""
-    assert watch.TensorGuards is not None
+def test_dlpack_is_used():
+    """Found missing, Python asks, which takes 50 times as long, and nobody would know."""
+    assert dlpack.table() is not None
+
+
+def test_a_table_that_is_not_dlpacks_is_refused(monkeypatch):
+    capsule = torch.Tensor.__dlpack_c_exchange_api__
+    monkeypatch.setattr(dlpack, "_MAJOR", 2)
+    with pytest.raises(RuntimeError, match=r"DLPack 1\.\d+ is not known here"):
+        dlpack.Table(capsule)
+    monkeypatch.undo()
+    monkeypatch.setattr(dlpack, "_NAME", b"dltensor")
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
+        dlpack.Table(capsule)
+    # which is no reason to fail
+    dlpack.table.cache_clear()
+    assert dlpack.table() is None
+    dlpack.table.cache_clear()
+
+
+@pytest.fixture(params=["compiled", "python"])
+def looks(request, monkeypatch):
+    """A look at tensors like these, as it is here, and where torch has no table for DLPack."""
+    if request.param == "python":
+        monkeypatch.setattr(watch, "_table", lambda: None)
+    monkeypatch.setattr(watch, "_kinds", {})
+    return lambda tensors: watch.Look(watch.kinds_of(tensors))
 
 
 def tensor(**changes):
     made = torch.zeros(4, 3, dtype=changes.get("dtype", torch.float32))
-    made = made[:, :2] if "shape" in changes else made.t().contiguous().t() if "strides" in changes else made
-    return made.requires_grad_(changes.get("requires_grad", False))
+    return made[:, :2] if "shape" in changes else made.t().contiguous().t() if "strides" in changes else made
 
 
-CHANGES = {"dtype": {"dtype": torch.float64}, "shape": {"shape": 1}, "strides": {"strides": 1}}
-CHANGES |= {"requires_grad": {"requires_grad": True}}
+@pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"shape": 1}, {"strides": 1}], ids=str)
+def test_both_looks_tell_the_same_kinds_apart(looks, change):
+    tensors = [tensor(), tensor()]
+    look = looks(tensors)
+    assert look(tensors) == MOVED
+    assert look(tensors) == SAME
+    assert look.addresses.tolist() == [t.data_ptr() for t in tensors]
+    others = [tensor(), tensors[1]]
+    assert look(others) == MOVED
+    assert look([tensors[0], tensor(**change)]) == CHANGED
+    assert look.addresses.tolist() == [tensors[0].data_ptr(), OTHER]
+    assert look([tensor(**change), tensors[1]]) == CHANGED
+    assert look(tensors) == MOVED
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("guards", [True, False], ids=["compiled", "python"])
-def test_both_checks_tell_the_same_kinds_apart(guards, change, monkeypatch):
-    if not guards:
-        monkeypatch.setattr(watch, "TensorGuards", None)
-    check = watch.make_check([tensor(), tensor()])
-    assert check(tensor(), tensor())
-    assert not check(tensor(), tensor(**CHANGES[change]))
-    assert not check(tensor(**CHANGES[change]), tensor())
+STRANGERS = {
+    "negated": lambda t: torch._neg_view(t),
+    "a subclass": lambda t: torch.nn.Parameter(t),
+    "without memory": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "lazy zeros": lambda t: torch._efficientzerotensor(3),
+    "emptied": lambda t: (t.untyped_storage().resize_(0) and None) or t,
+    "no tensor": lambda t: 1.0,
+    "none": lambda t: None,
+}
 
 
-@pytest.mark.parametrize("guards", [True, False], ids=["compiled", "python"])
-def test_both_checks_notice_lazy_views_subclasses_and_what_is_no_tensor_of_strides(guards, monkeypatch):
-    if not guards:
-        monkeypatch.setattr(watch, "TensorGuards", None)
-    check = watch.make_check([torch.ones(3)])
-    assert check(torch.zeros(3))
-    assert not check(torch._neg_view(torch.ones(3)))
-    assert not check(torch.nn.Parameter(torch.ones(3)))
-    assert not check(torch.ones(3, device="meta"))
-    assert not check(torch.ones(3).to_sparse())
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_both_looks_notice_what_is_none_of_them(looks, stranger):
+    tensors = [torch.ones(3), torch.ones(3)]
+    look = looks(tensors)
+    assert look(tensors) == MOVED
+    assert look([tensors[0], STRANGERS[stranger](torch.ones(3))]) == CHANGED
+    assert look.addresses.tolist() == [tensors[0].data_ptr(), OTHER]
+
+
+def test_a_gradient_that_is_negated_in_place_is_noticed(looks):
+    t = torch.ones(3)
+    look = watch.Look([watch.kind_of(t), None], of_grads=True)
+    assert look([t, None]) == MOVED
+    assert look([t, None]) == SAME
+    t.data = torch._neg_view(t.data)
+    assert look([t, None]) == CHANGED
+    assert look.addresses.tolist() == [OTHER, ABSENT]
+
+
+def test_a_look_has_a_lazy_clone_get_memory_of_its_own(looks):
+    t = torch.ones(3)
+    look = looks([t])
+    clone = torch._lazy_clone(t)
+    look([t])
+    t.numpy()[:] = 2.0
+    assert clone.tolist() == [1.0] * 3

@@ -37,6 +37,9 @@ SIZES = {"numel": WHOLE_NUMEL, "rows": ROWS, "columns": COLUMNS}
 # of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)
+# of a look at tensors, instead of an address: there is none, or one of another kind; and what it found at worst
+ABSENT, OTHER = -2, -1
+SAME, MOVED, CHANGED = range(3)
 
 # on an npu Triton is triton-ascend, which installs itself under that name
 _DEFAULT = {"cpu": "cpu", "cuda": "triton", "npu": "triton", "xpu": "triton"}
@@ -165,7 +168,7 @@ def _warn_once(message: str) -> None:
 
 
 def is_wrapper(t: Tensor) -> bool:
-    """Whether a tensor's memory is not its own: that of a DTensor, a FakeTensor, a quantized one."""
+    """Whether a tensor has no memory of its own, as a DTensor or a FakeTensor."""
     return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from .._algorithm.program import Scalars, StepSpec
 from .._algorithm.step import GRAD, PARAM
-from .._engines import FIRST_POINTER, LIVE, NUMEL, UNMASKED_NUMEL
+from .._engines import ABSENT, CHANGED, FIRST_POINTER, LIVE, NUMEL, OTHER, SAME, UNMASKED_NUMEL
 from . import shards, watch
 from .kept import Kept, parts_of
 from .row import Row, Settings
-from .watch import ABSENT, CHANGED, OTHER, SAME
 
 _grad = attrgetter("grad")
 

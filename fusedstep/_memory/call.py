@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._engines import Amp, is_watched
+from .._engines import CHANGED, MOVED, Amp, is_watched
 from . import watch
 from .row import Memory, Row, Settings, Update, make_row
 from .shards import local
 from .stepping import step as step_tables
 from .table import Table, make_tables
-from .watch import CHANGED, MOVED
 
 # parameters, gradients and states in turn
 Lists = Sequence[list[Tensor]]

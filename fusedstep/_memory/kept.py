@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from .._algorithm.step import GRAD, PARAM
+from .._engines import CHANGED, OTHER, SAME
 from . import shards, watch
 from .row import Row
-from .watch import CHANGED, OTHER, SAME
 
 _local_part = attrgetter("_local_tensor")
 

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._engines import is_traced, is_watched, is_wrapper
-from . import dlpack
-from .dlpack import ABSENT, CHANGED, MOVED, OTHER, REPLACED, SAME
+from .._engines import ABSENT, CHANGED, MOVED, OTHER, SAME, is_traced, is_watched, is_wrapper
 
 _is_neg = Tensor.is_neg
 
@@ -26,11 +24,11 @@ _is_neg = Tensor.is_neg
 class Kind:
     """What a tensor is: one of the same kind can take its place."""
 
-    __slots__ = ("_attributes", "_described", "_has_memory", "described_at")
+    __slots__ = ("_attributes", "_described", "_has_memory", "described_at", "type")
 
     def __init__(self, t: Tensor) -> None:
-        self._attributes, self._has_memory = _attributes(t), _has_memory(t)
-        table = dlpack.table()
+        self.type, self._attributes, self._has_memory = type(t), _attributes(t), _has_memory(t)
+        table = _table()
         # DLPack does not tell whether numbers are negated or conjugated lazily
         can_be = table is not None and self._has_memory and not t.is_complex() and not t.is_neg()
         self._described = table.kind(t) if table is not None and can_be else None
@@ -72,6 +70,13 @@ def _has_memory(t: Tensor) -> bool:
     return True
 
 
+def _table() -> Any:
+    # imported here, for it compiles, which `import fusedstep` need not
+    from .._engines.cpu import dlpack
+
+    return dlpack.table()
+
+
 # most tensors of a model are of a few kinds
 _kinds: dict[tuple, Kind] = {}
 _MOST_KINDS = 4096
@@ -107,13 +112,13 @@ class Look:
         self._kinds, self._of_grads, self._absent = kinds, of_grads, ABSENT if of_grads else OTHER
         # OTHER for one that is not of its kind, ABSENT for a gradient that is not there
         self.addresses = np.full(len(kinds), OTHER, np.int64)
-        self._any_negated = False
-        table, self._compiled = dlpack.table(), None
+        table, self._compiled = _table(), None
         described_at: list[Any] = [0 if kind is None else kind.described_at for kind in kinds]
-        # an array of numbers only, by which numpy makes its own three times as fast
         if table is not None and None not in described_at:
-            self._described = np.frombuffer(array("q", described_at), np.int64)
-            self._compiled = table.looker(self._described, self.addresses, self._absent)
+            # an array of numbers only, by which numpy makes its own three times as fast
+            described = np.frombuffer(array("q", described_at), np.int64)
+            types = [kind and kind.type for kind in kinds]
+            self._compiled = table.looker(types, described, self.addresses, self._absent)
 
     def __call__(self, tensors: list[Any]) -> int:
         """SAME, MOVED if an address has changed or a gradient has gone or come, CHANGED if one is of another
@@ -122,14 +127,23 @@ class Look:
         if self._compiled is None:
             return self._in_python(tensors)
         found = self._compiled(tensors)
-        if self._of_grads and (found & REPLACED or self._any_negated):
-            # autograd negates some lazily, by a bit that DLPack does not show
-            there = tensors if ABSENT not in self.addresses else [t for t in tensors if t is not None]
-            self._any_negated = any(map(_is_neg, there))
-            if self._any_negated:
-                negated = [t is not None and t.is_neg() for t in tensors]
-                self.addresses[negated], found = OTHER, CHANGED
-        return found & CHANGED
+        # autograd negates some gradients lazily, by a bit that DLPack does not show, and may do so at any time;
+        # others are negated by who replaces them
+        if (found != SAME or self._of_grads) and self._finds_negated(tensors):
+            return CHANGED
+        return found
+
+    def _finds_negated(self, tensors: list[Any]) -> bool:
+        places = range(len(tensors))
+        if self.addresses.min(initial=0) < 0:
+            places = np.flatnonzero(self.addresses >= 0).tolist()
+            there = [tensors[i] for i in places]
+        else:
+            there = tensors
+        if not any(map(_is_neg, there)):
+            return False
+        self.addresses[[i for i in places if tensors[i].is_neg()]] = OTHER
+        return True
 
     def _in_python(self, tensors: list[Any]) -> int:
         before = self.addresses.copy()

@@ -132,7 +132,7 @@ def _first_line(error: Exception) -> str:
 def _clean_up(device: str) -> None:
     """Of this row's memory and of what was compiled for it: torch compiles a function for eight shapes only."""
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -128,14 +128,13 @@ def function(name: str, result: ir.Type, arguments: Sequence[ir.Type]) -> ir.IRB
 
 
 @functools.cache
-def _target() -> llvm.TargetMachine:
+def _host() -> dict[str, str]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     library = ctypes.CDLL(ctypes.util.find_library("m"))
     for name in LIBRARY.values():
         llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    host = {"cpu": llvm.get_host_cpu_name(), "features": llvm.get_host_cpu_features().flatten()}
-    return llvm.Target.from_default_triple().create_target_machine(**host, opt=3)
+    return {"cpu": llvm.get_host_cpu_name(), "features": llvm.get_host_cpu_features().flatten()}
 
 
 class Compiled:
@@ -148,10 +147,13 @@ class Compiled:
             text = text.replace(declaration, TO_BFLOAT_TEXT)
         module = llvm.parse_assembly(text)
         module.verify()
-        passes = llvm.create_pass_builder(_target(), llvm.create_pipeline_tuning_options(speed_level=3))
+        host = _host()
+        # which goes with the engine: two cannot share one
+        target = llvm.Target.from_default_triple().create_target_machine(**host, opt=3)
+        passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(module, passes)
         # owns the code
-        self._engine = llvm.create_mcjit_compiler(module, _target())
+        self._engine = llvm.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
         self.address = self._engine.get_function_address(name)
         self.call: Callable = ctypes.CFUNCTYPE(result, *arguments)(self.address)

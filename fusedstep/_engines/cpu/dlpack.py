@@ -1,0 +1,223 @@
+"""What many tensors are and where they are, in one call: through DLPack's table of C functions.
+
+`torch.Tensor.__dlpack_c_exchange_api__` is the public and versioned way for compiled code to ask a tensor for
+its address, device, dtype, sizes and strides (see "exchange protocol" in dlpack.h); the same questions take
+many times as long from Python. Asking for the address has a lazy clone get memory of its own. Asked are objects
+in a Python list, through CPython's C interface; one that is not of the type that is expected is not shown to
+torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from torch import Tensor
+
+from .. import CHANGED, MOVED, OTHER, SAME
+from . import build
+from .build import I8, I32, I64
+
+_NAME, _MAJOR, _FIRST_MINOR = b"dlpack_exchange_api", 1, 3
+_OBJECT, _TEXT, _WORDS = I8.as_pointer(), I8.as_pointer(), I64.as_pointer()
+# DLTensor: address, device, the number of dimensions with the dtype, sizes, strides, offset
+_TENSOR = ir.LiteralStructType([I64, I64, I64, _WORDS, _WORDS, I64])
+_ADDRESS, _DEVICE, _DIMS_AND_DTYPE, _SIZES, _STRIDES, _OFFSET = range(6)
+# DLPackExchangeAPI: the version, an older table, five functions
+_TABLE = ir.LiteralStructType([I32, I32, I64, I64, I64, I64, I64, I64])
+_MAJOR_AT, _MINOR_AT, _DESCRIBE_AT = 0, 1, 6
+# a kind in memory: these, then sizes and strides
+_ON, _DIMS, _HAS_ELEMENTS, _FIRST_SIZE = range(4)
+
+
+class Table:
+    """torch's functions, and ours that call them."""
+
+    def __init__(self, capsule: Any) -> None:
+        """Raises RuntimeError if it is of a version that we do not know."""
+        self._compiled = [_compile_open(), _compile_describe(), _compile_look()]
+        addresses = (compiled.address for compiled in self._compiled)
+        # they hold the lock of the interpreter, as extension modules do
+        pointer, text, objects = ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object
+        takes = (objects, text, pointer), (pointer, objects, pointer), (pointer, objects, objects, objects)
+        open_, self._describe, self._look = (
+            ctypes.PYFUNCTYPE(ctypes.c_int64, *arguments)(address)
+            for address, arguments in zip(addresses, takes, strict=True)
+        )
+        version = np.zeros(2, np.int64)
+        self._table = open_(capsule, _NAME, version.ctypes.data)
+        major, minor = version.tolist()
+        if major != _MAJOR or minor < _FIRST_MINOR:
+            raise RuntimeError(f"DLPack {major}.{minor} is not known here")
+
+    def kind(self, t: Tensor) -> np.ndarray | None:
+        """What `looker` compares a tensor with; None if it cannot be described."""
+        found = np.zeros(2, np.int64)
+        if self._describe(self._table, [t], found.ctypes.data) != 0:
+            return None
+        kind = np.array([*found, t.numel() > 0, *t.shape, *t.stride()], np.int64)
+        # whether torch describes it so, and at other times
+        look = self.looker([type(t)], np.array([kind.ctypes.data], np.int64), np.zeros(1, np.int64), OTHER)
+        return None if look([t]) == CHANGED else kind
+
+    def looker(
+        self, types: list[Any], kinds: np.ndarray, addresses: np.ndarray, absent: int
+    ) -> Callable[[list[Any]], int]:
+        """look(tensors): what it has found at worst. It writes the `addresses` of these tensors, OTHER for one
+        that is not of its type and kind, and `absent` for None.
+
+        `kinds` has the address of a kind for each, or 0 where only None is expected.
+        """
+        job = np.array([self._table, len(kinds), kinds.ctypes.data, addresses.ctypes.data, absent], np.int64)
+        call, at, count = self._look, job.ctypes.data, len(kinds)
+
+        # the job points to these
+        def look(tensors: list[Any], arrays: Any = (job, kinds, addresses)) -> int:
+            # a mistake of ours: nothing beyond its end may be read
+            assert len(tensors) == len(types) == count
+            return call(at, tensors, types, None)
+
+        return look
+
+
+@functools.cache
+def table() -> Table | None:
+    """None where torch, or what it takes to compile, has no such thing."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    try:
+        return None if capsule is None else Table(capsule)
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _field(b: ir.IRBuilder, pointer: ir.Value, which: int) -> ir.Value:
+    return b.load(b.gep(pointer, [I32(0), I32(which)]))
+
+
+def _function(b: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Value:
+    """One of CPython's C interface."""
+    llvm.add_symbol(name, ctypes.cast(getattr(ctypes.PyDLL(None), name), ctypes.c_void_p).value)
+    return ir.Function(b.module, ir.FunctionType(result, arguments), name)
+
+
+class _Asker:
+    """Asks torch for one object of a list after the other."""
+
+    def __init__(self, b: ir.IRBuilder, table: ir.Value, objects: ir.Value) -> None:
+        self._builder, self._objects, self.tensor = b, objects, build.variable(b, _TENSOR)
+        asks = ir.FunctionType(I32, [_OBJECT, _TENSOR.as_pointer()]).as_pointer()
+        self._ask = b.inttoptr(_field(b, b.bitcast(table, _TABLE.as_pointer()), _DESCRIBE_AT), asks)
+        self._item = _function(b, "PyList_GetItem", _OBJECT, _OBJECT, I64)
+        self._type = _function(b, "PyObject_Type", _OBJECT, _OBJECT)
+        self._release = _function(b, "Py_DecRef", ir.VoidType(), _OBJECT)
+        self._clear = _function(b, "PyErr_Clear", ir.VoidType())
+
+    def item(self, i: ir.Value, of: ir.Value | None = None) -> ir.Value:
+        return self._builder.call(self._item, [self._objects if of is None else of, i])
+
+    def is_of_type(self, item: ir.Value, type_: ir.Value) -> ir.Value:
+        b = self._builder
+        found = b.call(self._type, [item])
+        # the item still holds it
+        b.call(self._release, [found])
+        return b.icmp_unsigned("==", found, type_)
+
+    def succeeds(self, item: ir.Value) -> ir.Value:
+        """Have torch fill in `tensor`; whether it could."""
+        b = self._builder
+        failed = b.icmp_signed("!=", b.call(self._ask, [item, self.tensor]), I32(0))
+        with b.if_then(failed, likely=False):
+            b.call(self._clear, [])
+        return b.not_(failed)
+
+    def __getitem__(self, which: int) -> ir.Value:
+        return _field(self._builder, self.tensor, which)
+
+
+def _compile_open() -> build.Compiled:
+    """open(capsule, name, version): the table's address, after its version was written. Raises ValueError, by
+    CPython's own check, if the capsule is called otherwise.
+    """
+    b = build.function("fusedstep_dlpack_open", I64, [_OBJECT, _TEXT, _WORDS])
+    capsule, name, version = b.function.args
+    table = b.call(_function(b, "PyCapsule_GetPointer", _OBJECT, _OBJECT, _TEXT), [capsule, name])
+    with b.if_then(b.icmp_unsigned("!=", table, ir.Constant(_OBJECT, None))):
+        for i, at in enumerate((_MAJOR_AT, _MINOR_AT)):
+            part = _field(b, b.bitcast(table, _TABLE.as_pointer()), at)
+            b.store(b.zext(part, I64), b.gep(version, [I64(i)]))
+    b.ret(b.ptrtoint(table, I64))
+    return build.Compiled(b, ctypes.c_int64, [ctypes.c_void_p] * 3)
+
+
+def _compile_describe() -> build.Compiled:
+    """describe(table, [tensor], found): its device, and the number of its dimensions with its dtype; 0, or 1 if
+    torch does not tell.
+    """
+    b = build.function("fusedstep_dlpack_describe", I64, [_OBJECT, _OBJECT, _WORDS])
+    table, objects, found = b.function.args
+    asker = _Asker(b, table, objects)
+    with b.if_then(asker.succeeds(asker.item(I64(0)))):
+        for i, which in enumerate((_DEVICE, _DIMS_AND_DTYPE)):
+            b.store(asker[which], b.gep(found, [I64(i)]))
+        b.ret(I64(0))
+    b.ret(I64(1))
+    return build.Compiled(b, ctypes.c_int64, [ctypes.c_void_p] * 3)
+
+
+def _compile_look() -> build.Compiled:
+    """look(job, objects, types, None): see `Table.looker`."""
+    b = build.function("fusedstep_dlpack_look", I64, [_WORDS, _OBJECT, _OBJECT, _OBJECT])
+    job, objects, types, none = b.function.args
+    table, count, *arrays, absent = (b.load(b.gep(job, [I64(i)])) for i in range(5))
+    kinds, addresses = (b.inttoptr(array, _WORDS) for array in arrays)
+    asker = _Asker(b, b.inttoptr(table, _OBJECT), objects)
+    worst, found, differs = (build.variable(b, I64) for _ in range(3))
+    b.store(I64(SAME), worst)
+    with build.loop(b, I64(0), count) as i:
+        item, kind = asker.item(i), b.load(b.gep(kinds, [i]))
+        is_none = b.icmp_unsigned("==", item, none)
+        b.store(b.select(is_none, absent, I64(OTHER)), found)
+        with (
+            b.if_then(b.and_(b.not_(is_none), b.icmp_signed("!=", kind, I64(0)))),
+            b.if_then(asker.is_of_type(item, asker.item(i, types))),
+        ):
+            _store_address(b, asker, item, b.inttoptr(kind, _WORDS), found, differs)
+        place, address = b.gep(addresses, [i]), b.load(found)
+        result = b.select(b.icmp_signed("!=", b.load(place), address), I64(MOVED), I64(SAME))
+        result = b.select(b.icmp_signed("==", address, I64(OTHER)), I64(CHANGED), result)
+        b.store(address, place)
+        b.store(build.larger(b, b.load(worst), result), worst)
+    b.ret(b.load(worst))
+    return build.Compiled(b, ctypes.c_int64, [ctypes.c_void_p] * 4)
+
+
+def _store_address(b: ir.IRBuilder, asker: _Asker, item: Any, kind: Any, found: Any, differs: Any) -> None:
+    """Store the address of a tensor in `found` if it is of this kind."""
+    expected: Callable[[Any], ir.Value] = lambda at: b.load(b.gep(kind, [at]))
+    equal = functools.partial(b.icmp_signed, "==")
+    with (
+        b.if_then(asker.succeeds(item)),
+        b.if_then(
+            b.and_(
+                equal(asker[_DEVICE], expected(I64(_ON))), equal(asker[_DIMS_AND_DTYPE], expected(I64(_DIMS)))
+            )
+        ),
+    ):
+        dims = b.and_(asker[_DIMS_AND_DTYPE], I64(0xFFFFFFFF))
+        first_stride = b.add(dims, I64(_FIRST_SIZE))
+        sizes, strides = asker[_SIZES], asker[_STRIDES]
+        b.store(I64(0), differs)
+        with build.loop(b, I64(0), dims) as k:
+            size = b.xor(b.load(b.gep(sizes, [k])), expected(b.add(k, I64(_FIRST_SIZE))))
+            stride = b.xor(b.load(b.gep(strides, [k])), expected(b.add(k, first_stride)))
+            b.store(b.or_(b.load(differs), b.or_(size, stride)), differs)
+        address = b.add(asker[_ADDRESS], asker[_OFFSET])
+        # one that has lost its memory, or never had any, such as a lazy tensor of zeros
+        is_there = b.or_(b.icmp_signed("!=", address, I64(0)), equal(expected(I64(_HAS_ELEMENTS)), I64(0)))
+        with b.if_then(b.and_(equal(b.load(differs), I64(0)), is_there)):
+            b.store(address, found)
