@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import is_
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .._engines import is_traced
+from .._engines import is_capturing, is_traced
 from .storage import IN_GROUPS
 
 # columns that every optimizer has, before those of its rule
@@ -23,7 +26,8 @@ class TensorOption(NamedTuple):
     value: Tensor
 
 
-class GroupOptions(NamedTuple):
+@dataclass(slots=True)
+class GroupOptions:
     """The options of a group as they were read."""
 
     names: tuple[str, ...]
@@ -46,8 +50,94 @@ class GroupOptions(NamedTuple):
         flat = (v for value in self.values for v in (value if isinstance(value, tuple) else (value,)))
         return any(isinstance(v, Tensor) and v.device.type == "cpu" for v in flat)
 
-    def changed(self, group: dict[str, Any]) -> bool:
-        return self.is_mutable or not all(map(is_, map(group.get, self.names), self.values))
+    def changed(self, group: dict[str, Any]) -> list[Any] | None:
+        """What these options are now, if one may have changed."""
+        values = [*map(group.get, self.names)]
+        return values if self.is_mutable or not all(map(is_, values, self.values)) else None
+
+    def changed_numbers(self, values: list[Any], columns: dict[str, int]) -> dict[int, float] | None:
+        """What differs from those that were read, by column, if that is plain numbers only."""
+        if self.is_mutable:
+            return None
+        changed = [*compress(range(len(values)), map(is_not, values, self.values))]
+        if not all(type(values[k]) is float and self.names[k] in columns for k in changed):
+            return None
+        return {columns[self.names[k]]: values[k] for k in changed}
+
+    def take(self, values: list[Any], numbers: dict[int, float]) -> None:
+        self.values = values
+        for column, number in numbers.items():
+            self.numbers[column] = number
+
+
+class Options:
+    """The options of all groups, and the numbers of them that tables have: a row for each group."""
+
+    _groups: list[GroupOptions]
+
+    def __init__(self, optimizer: Any, known: Options | None) -> None:
+        """What is `known`, from an earlier plan, need not be read again."""
+        groups, before = optimizer.param_groups, [] if known is None else known._groups
+        self._groups = [
+            before[i] if i < len(before) and before[i].changed(group) is None else read_group(optimizer, i)
+            for i, group in enumerate(groups)
+        ]
+        self.numbers = np.array([options.numbers for options in self._groups])
+
+    @property
+    def clips(self) -> bool:
+        """Whether any group has a limit for the norm of its gradients."""
+        return any(options.limit > 0 for options in self._groups)
+
+    @property
+    def has_host_tensors(self) -> bool:
+        return any(options.has_host_tensors for options in self._groups)
+
+    def changed(self, groups: Sequence[dict[str, Any]]) -> dict[int, list[Any]]:
+        """The options of groups, by their places, of which one may have changed."""
+        values = [options.changed(group) for options, group in zip(self._groups, groups, strict=True)]
+        return {i: now for i, now in enumerate(values) if now is not None}
+
+    def read_again(self, optimizer: Any, changed: dict[int, list[Any]]) -> list[int]:
+        """Read these; gives the groups whose numbers in tables are to be brought up to date."""
+        numbers = {i: self._groups[i].changed_numbers(now, optimizer.columns) for i, now in changed.items()}
+        read = {i: read_group(optimizer, i) for i, found in numbers.items() if found is None}
+        # a number may be what stood for a tensor
+        stale = [i for i in changed if i not in read or read[i].in_table() != self._groups[i].in_table()]
+        _check_upload(stale)
+        # whatever can raise has done so
+        for i, found in numbers.items():
+            if found is None:
+                self._groups[i] = read[i]
+            else:
+                self._groups[i].take(changed[i], found)
+        return stale
+
+    def replace(self, i: int, options: GroupOptions) -> GroupOptions:
+        """Have these for group `i`; gives those that it had."""
+        before, self._groups[i] = self._groups[i], options
+        return before
+
+    def upload(self, tables: Sequence[Any], stale: list[int]) -> None:
+        """Copy those of these groups to the tables, and what lives on a device itself."""
+        if stale:
+            self.numbers[stale] = [self._groups[i].numbers for i in stale]
+            for table in tables:
+                table.set_options(self.numbers)
+        for i, options in enumerate(self._groups):
+            for column, value in options.tensors:
+                for table in tables:
+                    table.set_tensor_option(i, column, value)
+
+
+def _check_upload(stale: list[int]) -> None:
+    """Raise where options of these groups cannot be brought to the device."""
+    if stale and is_capturing():
+        raise RuntimeError(
+            "an option of a group has changed since the last step, and cannot be brought to the device "
+            "while a CUDA graph is captured; take one more step() before, or change it afterwards: the "
+            "graph need not be captured again for that"
+        )
 
 
 def is_sequence(value: Any) -> bool:
@@ -76,21 +166,6 @@ def read_group(optimizer: Any, i: int) -> GroupOptions:
     names = (*optimizer.all_options, *IN_GROUPS)
     values = [*map(group.get, names)]
     return GroupOptions(names, values, numbers, tensors, any(map(_is_mutable, values)))
-
-
-def read_again(optimizer: Any, i: int, before: GroupOptions) -> GroupOptions:
-    """The same where some may have changed since `before`: mostly one, and that a number."""
-    group, names = optimizer.param_groups[i], before.names
-    if not before.is_mutable:
-        values = [*map(group.get, names)]
-        changed = [k for k, value in enumerate(values) if value is not before.values[k]]
-        columns = [optimizer.columns.get(names[k]) for k in changed]
-        if None not in columns and all(type(values[k]) is float for k in changed):
-            numbers = [*before.numbers]
-            for k, column in zip(changed, columns, strict=True):
-                numbers[column] = values[k]
-            return before._replace(values=values, numbers=numbers)
-    return read_group(optimizer, i)
 
 
 def _is_mutable(value: Any) -> bool:

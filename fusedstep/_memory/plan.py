@@ -14,15 +14,14 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .._algorithm.program import StepSpec
-from .._engines import FOUND, SKIP, SKIPPED, Amp, is_capturing, is_watched, to_device
+from .._engines import FOUND, SKIP, SKIPPED, Amp, is_watched, to_device
 from . import group_scalars, offload, shards
 from .bucket import Bucket
-from .options import COMMON, GroupOptions, TensorOption, read_again, read_group
+from .options import COMMON, Options, TensorOption, read_group
 from .row import Memory, Row, Settings, check_sums, make_row, program_of
 from .stages import take_turns
 from .stepping import step
@@ -49,8 +48,7 @@ class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
     tables: list[Table]
-    # of every group
-    _options: list[GroupOptions]
+    _options: Options
 
     # inference tensors cannot be written outside inference mode, so none is allocated here
     @torch.inference_mode(False)
@@ -72,14 +70,10 @@ class Plan:
             del optimizer.unsaved_steps[gone]
         self.updates = [*map(optimizer.update_of, groups)]
         group_scalars.place(groups, self.updates)
-        known = [] if old is None else old._options
-        self._options = [
-            known[i] if i < len(known) and not known[i].changed(group) else read_group(optimizer, i)
-            for i, group in enumerate(groups)
-        ]
+        self._options = Options(optimizer, None if old is None else old._options)
         self.spec, self._watched, self._norm_group = spec, is_watched(), optimizer.norm_group
         self._storage = optimizer.storage
-        self._settings = optimizer.settings._replace(spec=spec._replace(clips=self._clips()))
+        self._settings = optimizer.settings._replace(spec=spec._replace(clips=self._options.clips))
         if self._norm_group is not None:
             shards.check_counted_once(self._norm_group, params, self._settings.owner)
         kept = {} if old is None or self._watched else old.rows_for(self._settings, optimizer)
@@ -99,9 +93,7 @@ class Plan:
         # a frozen parameter has no row, and gets one with its first gradient
         self._frozen = [p for p in params if p.grad is None and (self._watched or not p.requires_grad)]
         names = [*COMMON, *optimizer.scalar_options]
-        # of every group, and column of the tables' options
-        self._numbers = np.array([options.numbers for options in self._options])
-        self.tables = make_tables(rows, self._numbers, names, self._settings)
+        self.tables = make_tables(rows, self._options.numbers, names, self._settings)
 
         self._check_sums_over_all()
         offload.warn_of_host(optimizer, rows)
@@ -117,7 +109,7 @@ class Plan:
                 row.keep_once(memory)
             elif row.started:
                 row.commit(memory)
-        self._copy_tensor_options()
+        self._options.upload(self.tables, [])
         self._note_states(optimizer.state)
         for bucket in self.buckets:
             bucket.start()
@@ -280,74 +272,47 @@ class Plan:
 
     # options
 
-    def _clips(self) -> bool:
-        """Whether any group has a limit for the norm of its gradients."""
-        return any(options.limit > 0 for options in self._options)
-
     def _refresh_options(self, optimizer: Any) -> bool:
         """Bring to the device what has changed in the groups' options; False if they need another plan."""
         groups = optimizer.param_groups
         if not group_scalars.are_placed(self._group_scalars, groups):
             return False
-        changed = [i for i, options in enumerate(self._options) if options.changed(groups[i])]
+        changed = self._options.changed(groups)
         if not changed:
             return True
         if any(optimizer.update_of(groups[i]) != self.updates[i] for i in changed):
             return False
-        before = [*self._options]
-        for i in changed:
-            self._options[i] = read_again(optimizer, i, before[i])
-        if self._clips() != self._settings.spec.clips:
-            self._options = before
+        stale = self._options.read_again(optimizer, changed)
+        if self._options.clips != self._settings.spec.clips:
             return False
-        self._upload_options(before, changed)
+        self._options.upload(self.tables, stale)
         return True
 
     def refresh_group(self, optimizer: Any, i: int) -> None:
         """The same for one group, between replays of a captured step."""
-        before, found = [*self._options], read_group(optimizer, i)
-        self._options[i] = found
+        found = read_group(optimizer, i)
+        before = self._options.replace(i, found)
+        problem = None
         if optimizer.update_of(optimizer.param_groups[i]) != self.updates[i] or (
-            self._clips() != self._settings.spec.clips
+            self._options.clips != self._settings.spec.clips
         ):
-            self._options = before
-            raise RuntimeError(
-                "a CUDA graph has captured step(), and this option makes it another one; call "
-                "optimizer.release_graph() first, and capture anew afterwards"
+            problem = (
+                "this option makes it another one; call optimizer.release_graph() first, and capture anew "
+                "afterwards"
             )
-        if [*map(_place, found.tensors)] != [*map(_place, before[i].tensors)]:
-            self._options = before
-            raise RuntimeError(
-                "a CUDA graph has captured step(), and reads options that were tensors from them; fill them in "
-                "place instead of setting others, or call optimizer.release_graph() and capture anew"
+        elif [*map(_place, found.tensors)] != [*map(_place, before.tensors)]:
+            problem = (
+                "reads options that were tensors from them; fill them in place instead of setting others, or "
+                "call optimizer.release_graph() and capture anew"
             )
-        self._upload_options(before, [i])
-
-    def _upload_options(self, before: list[GroupOptions], changed: list[int]) -> None:
-        """Copy to the device unless these were there already."""
-        # a number may be what stood for a tensor
-        if any(before[i].in_table() != self._options[i].in_table() for i in changed):
-            if is_capturing():
-                raise RuntimeError(
-                    "an option of a group has changed since the last step, and cannot be brought to the device "
-                    "while a CUDA graph is captured; take one more step() before, or change it afterwards: the "
-                    "graph need not be captured again for that"
-                )
-            self._numbers[changed] = [self._options[i].numbers for i in changed]
-            for table in self.tables:
-                table.set_options(self._numbers)
-        self._copy_tensor_options()
-
-    def _copy_tensor_options(self) -> None:
-        """Options that live on a device stay there."""
-        for i, options in enumerate(self._options):
-            for column, value in options.tensors:
-                for table in self.tables:
-                    table.set_tensor_option(i, column, value)
+        if problem is not None:
+            self._options.replace(i, before)
+            raise RuntimeError(f"a CUDA graph has captured step(), and {problem}")
+        self._options.upload(self.tables, [i] if found.in_table() != before.in_table() else [])
 
     def check_capturable(self, optimizer: Any) -> None:
         """Raise where a replay would not do what a step does."""
-        if any(options.has_host_tensors for options in self._options):
+        if self._options.has_host_tensors:
             raise RuntimeError(
                 "an option of a group is a tensor on the CPU, which a CUDA graph would not read again; use a "
                 "number, or a tensor on the device"

@@ -44,7 +44,11 @@ class Table:
         addresses = (compiled.address for compiled in self._compiled)
         # they hold the lock of the interpreter, as extension modules do
         pointer, text, objects = ctypes.c_void_p, ctypes.c_char_p, ctypes.py_object
-        takes = (objects, text, pointer), (pointer, objects, pointer), (pointer, objects, objects, objects)
+        takes: tuple[Any, ...] = (
+            (objects, text, pointer),
+            (pointer, objects, pointer),
+            (pointer, objects, objects, objects),
+        )
         open_, self._describe, self._look = (
             ctypes.PYFUNCTYPE(ctypes.c_int64, *arguments)(address)
             for address, arguments in zip(addresses, takes, strict=True)

@@ -1,4 +1,4 @@
-"""Rows are looked at in blocks: what crosses their borders, and what is left of a plan that was replaced."""
+"""Many parameters: what one had and another has, and what is left of a plan that was replaced."""
 
 import copy
 import gc
@@ -10,7 +10,6 @@ import torch
 import fusedstep
 from fusedstep._memory import options, plan, watch
 
-# several blocks
 COUNT = 150
 engines = pytest.mark.parametrize("engine", ["cpu", "torch"])
 
