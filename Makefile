@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.15.0
 
-.PHONY: demo test test-commands test-torch test-integrations lint bench docs docs-look package clean
+.PHONY: demo test test-torch test-integrations lint bench docs docs-look package clean
 
 demo: .venv/ready
 	$(BIN)/fusedstep demo
@@ -11,10 +11,6 @@ demo: .venv/ready
 # two processes, by files, whatever the machine: many tests start processes of their own, one takes 15 GiB
 test: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-
-# the command line, examples, scripts and the package: what starts processes and takes long
-test-commands: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/commands
 
 # the suite with another torch, by hand: make test-torch TORCH=2.11.0; TESTS=tests/test_clip.py to run only that
 test-torch: .venv-torch-$(TORCH)/ready

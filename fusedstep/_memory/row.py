@@ -204,6 +204,8 @@ class Row:
         if self.state:
             memory.state.setdefault(self.param, self.state)
         self.kinds = [*map(watch.kind_of, self.local_tensors())]
+        # a mistake of ours: an engine would write to address 0
+        assert not self.engine.BY_ADDRESS or all(kind.has_memory for kind in self.kinds)
 
     def keep_once(self, memory: Memory) -> None:
         """Have the optimizer remember what is kept once."""

@@ -24,13 +24,13 @@ _is_neg = Tensor.is_neg
 class Kind:
     """What a tensor is: one of the same kind can take its place."""
 
-    __slots__ = ("_attributes", "_described", "_has_memory", "described_at", "type")
+    __slots__ = ("_attributes", "_described", "described_at", "has_memory", "type")
 
     def __init__(self, t: Tensor) -> None:
-        self.type, self._attributes, self._has_memory = type(t), _attributes(t), _has_memory(t)
+        self.type, self._attributes, self.has_memory = type(t), _attributes(t), _has_memory(t)
         table = _table()
         # DLPack does not tell whether numbers are negated or conjugated lazily
-        can_be = table is not None and self._has_memory and not t.is_complex() and not t.is_neg()
+        can_be = table is not None and self.has_memory and not t.is_complex() and not t.is_neg()
         self._described = table.kind(t) if table is not None and can_be else None
         # where compiled code finds it; None if Python must compare
         self.described_at = None if self._described is None else self._described.ctypes.data
@@ -39,7 +39,7 @@ class Kind:
         """The address of a tensor, 0 if its kind has none; OTHER if it is of another kind."""
         if not isinstance(t, Tensor) or _attributes(t) != self._attributes:
             return OTHER
-        if not self._has_memory:
+        if not self.has_memory:
             return 0
         try:
             found = t.data_ptr()
