@@ -151,14 +151,14 @@ def is_sequence(value: Any) -> bool:
 
 def read_group(optimizer: Any, i: int) -> GroupOptions:
     """The options of group `i`, in the columns of `COMMON` and then of the optimizer's `scalar_options`."""
-    group = optimizer.param_groups[i]
+    group, place = optimizer.param_groups[i], optimizer.place_of_group(i)
     limit, decay = optimizer.limit(group), group.get("ema_decay")
     numbers: list[float] = [float(bool(group["maximize"]))]
     tensors: list[TensorOption] = []
     common = ("max_grad_norm", limit), ("clip_eps", optimizer.clip_eps), ("ema_decay", decay)
     own = ((name, optimizer.number(name, optimizer.option(group, name))) for name in optimizer.options)
     for name, value in (*((name, 0 if value is None else value) for name, value in common), *own):
-        for number in _numbers(name, value, i, len(optimizer.options.get(name, (name,)))):
+        for number in _numbers(name, value, place, len(optimizer.options.get(name, (name,)))):
             if isinstance(number, Tensor):
                 tensors.append(TensorOption(len(numbers), number))
             # not 0, which for some means off

@@ -38,6 +38,13 @@ class Part:
         # only what is not found here
         return getattr(self._whole, name)
 
+    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+        """The groups of its parameters."""
+        return [optimizer.param_groups[i] for i in self._members]
+
+    def place_of_group(self, i: int) -> int:
+        return [*self._members][i]
+
     def step(self, optimizer: Any, spec: StepSpec, status: Tensor | None) -> Tensor:
         """Step those that have a gradient; gives the status."""
         groups = optimizer.param_groups

@@ -128,6 +128,11 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
         """Of all groups. A plan asks where its own are among them."""
         return [p for group in self.param_groups for p in group["params"]]
 
+    @staticmethod
+    def place_of_group(i: int) -> int:
+        """Where users find the group that a plan has at place `i`."""
+        return i
+
     @property
     def settings(self) -> Settings:
         return Settings(

@@ -11,16 +11,16 @@ from .._memory.shards import is_offloaded
 from .optimizer import Optimizer
 
 
-def check_released(optimizer: Any) -> None:
-    """Raise where an optimizer cannot step some gradients before it has seen the others."""
-    for found, why, advice in _found(optimizer):
+def check_released(optimizer: Any, groups: list[dict[str, Any]] | None = None) -> None:
+    """Raise where an optimizer cannot step some gradients of these groups, or of all, before the others."""
+    for found, why, advice in _found(optimizer, optimizer.param_groups if groups is None else groups):
         raise RuntimeError(f"release_gradients() found {found}: {why}; {advice}")
 
 
-def _found(optimizer: Any) -> Iterator[tuple[str, str, str]]:
+def _found(optimizer: Any, groups: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """What is in the way, why, and what to do."""
     partly = "which is known only when all gradients are there, and the first are gone by then"
-    if optimizer.clip_scope != "tensor" and any(map(_is_limit, map(optimizer.limit, optimizer.param_groups))):
+    if optimizer.clip_scope != "tensor" and any(map(_is_limit, map(optimizer.limit, groups))):
         yield (
             "max_grad_norm",
             f"gradients are clipped by a norm over all, or a group, {partly}",
@@ -36,7 +36,7 @@ def _found(optimizer: Any) -> Iterator[tuple[str, str, str]]:
         )
     if optimizer.collect_statistics:
         yield "statistics=True", f"statistics are of all gradients of a step, {partly}", "use statistics=False"
-    for rule in {optimizer.rule_of(group) for group in optimizer.param_groups}:
+    for rule in {optimizer.rule_of(group) for group in groups}:
         if rule.sums_over_all or rule.group_scalars:
             yield (
                 type(optimizer).__name__,

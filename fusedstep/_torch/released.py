@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import is_
@@ -58,8 +59,11 @@ class Release:
         # how many of them every group has: a part knows its groups by their places
         self._sizes: list[int] = []
         self._hooks: dict[Tensor, Any] = {}
+        # frozen parameters cannot have one
         self._without_hook: list[Tensor] = []
         self._hook = _hook_of(weakref.ref(self))
+        # what the optimizer remembered at the end of the last step
+        self._states: dict[Tensor, Any] = {}
         # whether a gradient has come since the last step, and which are not yet stepped, by device
         self._is_under_way = False
         self._waiting: dict[torch.device, _Waiting] = {}
@@ -71,20 +75,17 @@ class Release:
 
     def follow(self) -> None:
         """Have a hook for every parameter that the optimizer has now, and notice who asks for groups."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
+        optimizer: Any = self._optimizer()
         params, sizes = optimizer.all_params, [len(group["params"]) for group in optimizer.param_groups]
         if sizes != self._sizes or not all(map(is_, params, self._members)):
             self._sizes = sizes
             self._dissolve(self.parts)
             self._members = {p: self._members.get(p) or _Member(p, size_here(p)) for p in params}
-            # the hooks of others stay, and do nothing
-            self._without_hook = [p for p in params if p not in self._hooks]
-        # a frozen parameter cannot have one
-        for p in [p for p in self._without_hook if p.requires_grad]:
-            self._hooks[p] = p.register_post_accumulate_grad_hook(self._hook)
+            # the hooks of others stay until the end of the step, and do nothing
+            self._without_hook = [p for p in self._members if p not in self._hooks]
         if self._without_hook:
+            for p in [p for p in self._without_hook if p.requires_grad]:
+                self._hooks[p] = p.register_post_accumulate_grad_hook(self._hook)
             self._without_hook = [p for p in self._without_hook if p not in self._hooks]
         if type(optimizer.param_groups) is not _Groups:
             optimizer.param_groups = _Groups(optimizer.param_groups)
@@ -105,7 +106,8 @@ class Release:
                 self._join_streams(device)
                 self._step(optimizer, members)
             self._begin_anew()
-            if len(self._hooks) > len(self._members):
+            self._states = {**optimizer.state}
+            if len(self._hooks) + len(self._without_hook) > len(self._members):
                 self._drop_hooks(self._hooks.keys() - self._members.keys())
 
     def begin_anew(self) -> None:
@@ -115,6 +117,7 @@ class Release:
 
     def forget_states(self) -> None:
         """Keep none alive that is about to be replaced."""
+        self._states = {}
         for part in self.parts:
             part.forget_states()
 
@@ -123,7 +126,8 @@ class Release:
         with self._lock:
             self._drop_hooks([*self._hooks])
             self._dissolve(self.parts)
-            self._members.clear()
+            for kept in (self._members, self._waiting, self._streams, self._states):
+                kept.clear()  # type: ignore[attr-defined]
             optimizer = self._optimizer()
             if optimizer is not None and optimizer._release is self:
                 optimizer._release, optimizer.param_groups = None, [*optimizer.param_groups]
@@ -193,29 +197,55 @@ class Release:
                 "see that its gradients are dropped; remove() what release_gradients() returned"
             )
         self.follow()
+        self._part_counts(optimizer)
         return optimizer
+
+    def _part_counts(self, optimizer: Any) -> None:
+        """Give states that a parameter has got since the last step counts of their own: those of another part
+        would go on before this one is stepped.
+        """
+        states = optimizer.state
+        if len(states) == len(self._states) and all(map(is_, states.values(), self._states.values())):
+            return
+        names = {"step", *(name for rule in optimizer.rules for name in rule.scalars)}
+        for state in [state for p, state in states.items() if state is not self._states.get(p)]:
+            for name in names & state.keys():
+                if isinstance(state[name], Tensor):
+                    state[name] = state[name].clone()
 
     def _step(self, optimizer: Any, members: list[_Member]) -> None:
         """Step these, which are on one device, and drop their gradients."""
+        in_backward = all(member.came for member in members)
+        if in_backward:
+            self._join_parts(members)
         new = [member for member in members if member.part is None]
         if new:
             # gradients that were set by hand, and not in backward, say nothing of who will wait with whom
-            part = Part(optimizer, [member.param for member in new], all(member.came for member in new))
+            part = Part(optimizer, [member.param for member in new], in_backward)
             for member in new:
                 member.part = part
         by_part: dict[Any, list[Tensor]] = {}
         for member in members:
             by_part.setdefault(member.part, []).append(member.param)
+        for part in by_part:
+            check_released(optimizer, part.groups_of(optimizer))
         spec = StepSpec(norm_type=optimizer.norm_type)
         stream = self._streams.get(members[0].param.device)
         for part, ready in by_part.items():
             with _without_grads(part.params, ready):
                 optimizer._status = part.step(optimizer, spec, optimizer._status)
             for p in ready:
-                if stream is not None:
+                if stream is not None and p.grad is not None:
                     # it may be another stream's memory, such as FSDP2's
                     local(p.grad).record_stream(stream)
                 p.grad = None
+
+    def _join_parts(self, members: list[_Member]) -> None:
+        """Have parts that wait together in whole be one, as those of layers that were thawed one by one."""
+        ready = Counter(member.part for member in members)
+        whole = [part for part, count in ready.items() if part is not None and count == len(part.params)]
+        if len(whole) > 1 or (whole and None in ready):
+            self._dissolve(whole)
 
     def _join_streams(self, device: torch.device) -> None:
         """Have what is launched now come after all that was launched for this device before."""
