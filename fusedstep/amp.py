@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ._engines import to_device
 from ._torch.optimizer import Optimizer
 
 
@@ -69,4 +70,4 @@ class GradScaler(torch.amp.GradScaler):
         if found is None or scale is None:
             state["found_inf_per_device"] = {}
         else:
-            state["found_inf_per_device"] = {scale.device: found.to(scale.device)}
+            state["found_inf_per_device"] = {scale.device: to_device(found, scale.device)}

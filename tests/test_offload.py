@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedstep
-from fusedstep._memory import offload
+from fusedstep._memory import offload, options, table
 from tests import ranks
 from tests.cases import FAMILY, KINDS, by_name
 from tests.test_layouts import LAYOUTS
@@ -407,7 +407,7 @@ def test_parameters_of_the_host_are_warned_of_once_and_stepped():
     p = nn.Parameter(torch.ones(3))
     optimizer = fusedstep.SGD([p], lr=0.5, offload="cpu")
     p.grad = torch.ones(3)
-    with pytest.warns(UserWarning, match="1 of its 1 parameters are on the CPU already"):
+    with pytest.warns(UserWarning, match="some parameters are on the CPU already"):
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -540,6 +540,30 @@ def parts_are_stepped_away(cls, options):
 )
 def test_ranks_take_the_same_turns(two, cls, options):
     two.run(parts_are_stepped_away, cls, options)
+
+
+def a_tensor_of_one_rank_is_stepped_beside_parts():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    cut = lambda shape: distribute_tensor(torch.randn(shape), ranks.mesh(2), [Shard(0)])
+    params = [nn.Parameter(cut(shape)) for shape in [(4, 30), (6, 20), (8, 15)]]
+    # which fills a bucket on one rank and not on the other
+    params.insert(1, nn.Parameter(torch.randn(240 if dist.get_rank() else 5)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "applies", lambda part: True)
+        patch.setattr(offload, "BUCKET_BYTES", 1000)
+        optimizer = fusedstep.Lamb(params, offload="cpu", max_grad_norm=None)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+    # what ranks have in common comes first, in the same turns
+    return [sorted(row.turn for row in table.rows) for table in optimizer._plan.tables][:-1]
+
+
+def test_a_tensor_that_one_rank_has_changes_no_turns_of_others(two):
+    found = two.run(a_tensor_of_one_rank_is_stepped_beside_parts)
+    assert found is None or found[0] == found[1]
 
 
 @pytest.mark.gpu
@@ -714,3 +738,86 @@ def test_a_row_knows_where_its_parameter_was():
     before = row.table_key
     row.param = nn.Parameter(torch.empty(4, device="meta"))
     assert row.table_key == before
+
+
+@pytest.mark.parametrize("cls", [fusedstep.AdamW, fusedstep.Lamb])
+def test_an_interrupt_leaves_no_bucket_between_its_state_and_its_parameter(device, cls, monkeypatch):
+    params = [nn.Parameter(torch.randn(64, 50, device=device)) for _ in range(3)]
+    optimizer = cls(params, offload="cpu", master=None)
+
+    def give():
+        for p in params:
+            p.grad = torch.randn_like(p)
+
+    give()
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    counts = [optimizer.state[p]["step"].item() for p in params]
+    update, calls = table.Table.update, []
+
+    def interrupted(self, k, amp):
+        update(self, k, amp)
+        calls.append(k)
+        # in the middle, after a sweep that writes
+        if k == self.sweep_count - 1 and len(calls) > 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(table.Table, "update", interrupted)
+    give()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    for p, old, count in zip(params, before, counts, strict=True):
+        assert (optimizer.state[p]["step"] > count) == (not torch.equal(p, old))
+    assert any(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+def test_what_is_loaded_is_brought_to_the_host_also_after_a_step(device, monkeypatch):
+    p = nn.Parameter(torch.randn(64, 10, device=device))
+    p.grad = torch.randn_like(p)
+    optimizer = fusedstep.AdamW([p], offload="cpu")
+    optimizer.step()
+    saved, taken, take = copy.deepcopy(optimizer.state_dict()), [], offload.Home.take
+    monkeypatch.setattr(offload.Home, "take", lambda home, t: taken.append(t.shape) or take(home, t))
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert taken == [p.shape, p.shape]
+
+
+def test_a_rate_that_is_a_tensor_is_read_once_whatever_the_number_of_buckets(device, monkeypatch):
+    params = [nn.Parameter(torch.randn(64, 20, device=device)) for _ in range(6)]
+    lr = torch.tensor(0.5, device=device)
+    optimizer = fusedstep.SGD(params, lr=lr, offload="cpu")
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    tables, found, to_device = optimizer._plan.tables, optimizer._plan._options, options.to_device
+    column, reads = tables[0].option_columns["lr"], []
+    monkeypatch.setattr(options, "to_device", lambda t, where: reads.append(where) or to_device(t, where))
+    # as it is read of a GPU; of a CPU it is a number
+    found._groups[0].tensors = [options.TensorOption(column, lr)]
+    found.upload(tables, [])
+    assert len(tables) == 6
+    assert len(reads) == 1
+    assert all(table.options[0, column] == 0.5 for table in tables)
+
+
+@pytest.mark.parametrize("cls", [fusedstep.ScheduleFreeAdamW, fusedstep.ScheduleFreeSGD])
+def test_averages_of_schedule_free_are_shown_where_parameters_are(cls):
+    # tensors of two devices without numbers: operations between them raise
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        p = nn.Parameter(torch.empty(4, 3, device="cuda"))
+        optimizer = cls([p], offload="cpu")
+        optimizer.state[p] = {"z": torch.zeros(4, 3)}
+        optimizer.eval()
+        optimizer.train()
+
+
+@pytest.mark.gpu
+def test_schedule_free_averages_of_a_gpu_are_those_of_the_host():
+    twin = Twin("cuda", fusedstep.ScheduleFreeAdamW, {"lr": 1e-2})
+    for _ in range(3):
+        twin.step()
+    twin.plain.eval()
+    twin.away.eval()
+    for p, q in twin.both():
+        torch.testing.assert_close(q.detach().cpu(), p.detach())

@@ -345,3 +345,12 @@ def test_a_count_that_is_all_a_rule_keeps_comes_back_where_states_are_gone():
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
         optimizer.step()
         assert optimizer.state[p]["step"].item() == i % 2 + 1
+
+
+def test_a_first_step_is_counted_once_where_only_an_average_is_kept():
+    p = torch.nn.Parameter(torch.randn(50).bfloat16())
+    optimizer = fusedstep.SGD([p], lr=0.01, rounding="stochastic", ema_decay=0.9)
+    for i in range(3):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert optimizer.state[p]["step"].item() == i + 1

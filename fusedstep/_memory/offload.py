@@ -46,7 +46,7 @@ class Home(NamedTuple):
 
     def take(self, t: Tensor) -> Tensor:
         """`t` itself if it lives here, else a copy that does."""
-        here = t if t.device == self.device else t.to(self.device)
+        here = t.to(self.device)
         return here.pin_memory() if self.is_pinned and not here.is_pinned() else here
 
 
@@ -75,39 +75,47 @@ def home_of(p: Any, asked: bool, owner: str) -> Home:
     return Home(torch.device("cpu"), is_away=True, is_pinned=part.is_cuda)
 
 
-def warn_of_host(optimizer: Any, rows: Sequence[Row]) -> None:
-    """Nothing is gained for parameters that are on the host."""
-    here = sum(not row.home.is_away for row in rows)
-    if here and optimizer.settings.offload:
+def check_away(optimizer: Any, rows: Sequence[Row]) -> None:
+    """Warn where nothing is gained, for parameters that are on the host."""
+    if optimizer.settings.offload and not all(row.home.is_away for row in rows):
         optimizer.warn_of_host(
-            f'{optimizer.settings.owner} has offload="cpu", and {here} of its {len(rows)} parameters are on '
-            "the CPU already: they are stepped there as without it. Move the model to its device before "
-            "the first step(), or leave out offload"
+            f'{optimizer.settings.owner} has offload="cpu", and some parameters are on the CPU already: they '
+            "are stepped there as without it. Move the model to its device before the first step(), or leave "
+            "out offload"
         )
 
 
 def take_turns(rows: Sequence[Row]) -> None:
-    """Have rows that are away from their parameters take turns, by these bytes; every turn has one device."""
-    # of every device the bucket that is filled; all of them, by rows and bytes. The same on all ranks
-    open_: dict[torch.device, tuple[list[Row], int]] = {}
-    buckets: list[tuple[list[Row], int]] = []
+    """Have rows that are away from their parameters take turns, by these bytes.
+
+    Those of a turn are on one device and distributed alike; tensors that only this rank has come last. So ranks
+    whose tables talk to each other have the same ones, in the same order.
+    """
+    alike: dict[tuple, list[Row]] = {}
     for row in (row for row in rows if row.home.is_away):
-        device = row.place
-        size = shards.largest_part(row.param) * row.param.element_size()
-        members, taken = open_.get(device, ([], 0))
-        if members and taken + size > BUCKET_BYTES:
-            buckets.append((members, taken))
-            members, taken = [], 0
-        members.append(row)
-        open_[device] = members, taken + size
-    for turn, members in enumerate(_small_ones_at_the_ends([*buckets, *open_.values()]), 1):
+        alike.setdefault((shards.way_of(row.param), row.place), []).append(row)
+    in_order = sorted(alike, key=lambda key: key[0] is None)
+    turns = (members for key in in_order for members in _small_ones_at_the_ends(_filled(alike[key])))
+    for turn, members in enumerate(turns, 1):
         for row in members:
             row.turn = turn
 
 
-def _small_ones_at_the_ends(buckets: list[tuple[list[Row], int]]) -> list[list[Row]]:
+def _filled(rows: list[Row]) -> list[tuple[list[Row], int]]:
+    """The rows of every turn, and their bytes."""
+    found: list[tuple[list[Row], int]] = []
+    for row in rows:
+        size = shards.largest_part(row.param) * row.param.element_size()
+        if not found or found[-1][1] + size > BUCKET_BYTES:
+            found.append(([], 0))
+        members, taken = found[-1]
+        found[-1] = [*members, row], taken + size
+    return found
+
+
+def _small_ones_at_the_ends(turns: list[tuple[list[Row], int]]) -> list[list[Row]]:
     """The host has nothing to do until the first has come down, and the device until the last has gone up."""
-    ordered = [members for members, _ in sorted(buckets, key=lambda bucket: bucket[1])]
+    ordered = [members for members, _ in sorted(turns, key=lambda turn: turn[1])]
     return ordered[::2] + ordered[1::2][::-1]
 
 

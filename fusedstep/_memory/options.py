@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._engines import is_capturing, is_traced
+from .._engines import is_capturing, is_traced, to_device
 from .storage import IN_GROUPS
 
 # columns that every optimizer has, before those of its rule
@@ -124,10 +124,13 @@ class Options:
             self.numbers[stale] = [self._groups[i].numbers for i in stale]
             for table in tables:
                 table.set_options(self.numbers)
+        devices = {table.device for table in tables}
         for i, options in enumerate(self._groups):
             for column, value in options.tensors:
+                # to the host once, which waits
+                there = {device: to_device(value, device) for device in devices}
                 for table in tables:
-                    table.set_tensor_option(i, column, value)
+                    table.set_tensor_option(i, column, there[table.device])
 
 
 def _check_upload(stale: list[int]) -> None:

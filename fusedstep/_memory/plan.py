@@ -96,7 +96,7 @@ class Plan:
         self.tables = make_tables(rows, self._options.numbers, names, self._settings)
 
         self._check_sums_over_all()
-        offload.warn_of_host(optimizer, rows)
+        offload.check_away(optimizer, rows)
         self._group_scalars = group_scalars.found_in(self.tables)
         # everything is allocated and compiled
         statuses = [table.status for table in self.tables] or [_status(self._settings, status)]
@@ -250,8 +250,9 @@ class Plan:
         for bucket in self.buckets:
             for row in bucket.rows:
                 row.state = {}
-                # one whose count is not saved starts over, as it would in another process
-                row.started = row.started and row.program.saves_step
+                # one whose count is not saved starts over, as it would in another process; so does one on the
+                # host, for what is loaded is not pinned
+                row.started = row.started and row.program.saves_step and not row.home.is_away
             if all(row.started for row in bucket.rows):
                 bucket.follow_states()
             else:

@@ -286,7 +286,7 @@ def make_row(
     # an average that comes in the middle of training does not start it over
     is_new = any(there[name] is None for name in names if name != EMA) or not {*rule.scalars} <= state.keys()
     # of one that keeps nothing, nobody knows
-    first = 0.0 if is_new or not known else 1.0
+    first = 1.0 if not is_new and (rule.scalars or any(there.values())) else 0.0
     if program.saves_step:
         # states without one come from where it need not be saved
         step = state.get("step", 0.0 if rule.saves_step else first)
@@ -305,7 +305,7 @@ def make_row(
             is_there = all(part is not None for part in parts)
             start = decode(param, [t.to(home.device) for t in whole_master]) if is_there else p
         layout = strides if engine.BY_ADDRESS else None
-        tensor = made(plane, p, whole, (home, layout), local(saved), start)
+        tensor = made(plane, p, whole, home, layout, local(saved), start)
         if tensor is not local(saved):
             shape = None if plane.block == 1 else plane_shape(plane, whole, whole)
             fresh[plane.name] = shards.like(tensor, whole, shape)

@@ -20,14 +20,14 @@ MASTER_PLANES = {"master", "master_rest"}
 
 
 def made(
-    plane: Plane, p: Tensor, whole: Tensor, place: tuple[Home, tuple | None], found: Any, start: Tensor
+    plane: Plane, p: Tensor, whole: Tensor, home: Home, strides: tuple | None, found: Any, start: Tensor
 ) -> Tensor:
     """A plane of the part `p` that is here: the one that was found, in its place and with its strides, if it
     has any, or a new one, which may begin as `start`.
     """
-    shape, (home, strides) = plane_shape(plane, whole, p), place
+    shape = plane_shape(plane, whole, p)
     if found is not None:
-        found = found if found.device == home.device else found.to(home.device)
+        found = found.to(home.device)
         if plane.block > 1:
             return home.take(found.contiguous())
         return home.take(found if strides is None else laid_like(found, strides))

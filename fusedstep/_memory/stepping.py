@@ -54,19 +54,24 @@ def step(
         _tell_each_other(tables, 0)
     sweeps = range(int(settings.spec.measures_first), max((t.sweep_count for t in tables), default=0))
     if tables and any(tables[0].summed_over_all):
-        for k in sweeps:
+        try:
+            for k in sweeps:
+                for table in tables:
+                    table.update(k, amps.get(table.device, amp))
+                _tell_each_other(tables, k)
+        finally:
+            # also after an exception: what is kept elsewhere has been written
             for table in tables:
-                table.update(k, amps.get(table.device, amp))
-            _tell_each_other(tables, k)
-        for table in tables:
-            table.end()
+                table.end()
     else:
         # one after the other: some take turns in a workspace, and what is done may go back while the next one
         # is stepped
         for table in tables:
-            for k in sweeps:
-                table.update(k, amps.get(table.device, amp))
-            table.end()
+            try:
+                for k in sweeps:
+                    table.update(k, amps.get(table.device, amp))
+            finally:
+                table.end()
     if tables or not ranks_of_norm:
         return []
     found = [] if amp.found_inf is None else [amp.found_inf]

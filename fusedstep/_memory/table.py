@@ -35,7 +35,6 @@ from .._engines import (
     Executable,
     is_capturing,
     is_traced,
-    to_device,
 )
 from . import shards
 from .bucket import Bucket
@@ -84,7 +83,8 @@ class Table:
         settings: Settings,
     ) -> None:
         self.engine, self.device, self.counts = rows[0].engine, rows[0].device, settings.counts
-        self.copies, self.turn = copies_of(rows[0]), rows[0].turn
+        # of rows that work on copies: whether those of parameters are there
+        self.copies, self.turn, self._has_params = copies_of(rows[0]), rows[0].turn, False
         self.spec, self.option_columns = settings.spec, {name: i for i, name in enumerate(names)}
         # equal programs are one object
         programs = {id(row.program): row.program for row in rows}
@@ -159,7 +159,7 @@ class Table:
         self.host_options[:] = numbers
 
     def set_tensor_option(self, group: int, column: int, value: Tensor) -> None:
-        self.options[group, column].copy_(to_device(value, self.device), non_blocking=True)
+        self.options[group, column].copy_(value, non_blocking=True)
         self.host_options[group, column] = np.nan
 
     @property
@@ -250,7 +250,9 @@ class Table:
 
     def sweep(self, k: int, skips: bool) -> None:
         """Sweep `k`, with its sums taken over all ranks that hold parts of a tensor."""
-        self.copies.wait(GRAD if k == 0 and self.measures_grads else PARAM)
+        measures_grads = k == 0 and self.measures_grads
+        self.copies.wait(GRAD if measures_grads else PARAM)
+        self._has_params = not measures_grads
         self.executable.sweep(k, skips)
         for reduction in self.reductions[k]:
             shards.all_reduce_rows_(*reduction)
@@ -279,8 +281,9 @@ class Table:
             self.sweep(k, skips=self.spec.skip_nonfinite or amp.found_inf is not None)
 
     def end(self) -> None:
-        """Bring to where it belongs what a step has written elsewhere."""
-        staged = self._staged
+        """Bring to where it belongs what a step has written elsewhere, so far as it came."""
+        staged = self._staged if self._has_params else []
+        self._has_params = False
         if staged:
             self.copies.send_back(staged, self.spec)
         for counts in self.counters:

@@ -90,7 +90,9 @@ class _ScheduleFree(Optimizer):
             for p in () if is_shown else group["params"]:
                 z = self.state.get(p, {}).get("z")
                 if z is not None:
-                    p.lerp_(z.to(p.dtype), float(1 - 1 / momentum if is_average else 1 - momentum))
+                    # which is on the host with offload
+                    z = z.to(p.dtype).to(p.device)
+                    p.lerp_(z, float(1 - 1 / momentum if is_average else 1 - momentum))
             group["train_mode"] = not is_average
 
     def storage_of(self, group: dict[str, Any]) -> Any:
