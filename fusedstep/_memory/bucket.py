@@ -8,6 +8,7 @@ made for is made anew, by the plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -47,6 +48,8 @@ class Bucket:
         distributed = shards.are_distributed(self._params)
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
         self.has_staged = False
+        # of every row: a gradient of the kind that it was made for, or none
+        self._look_at_grads = watch.Look([watch.NOTHING] * len(rows), of_grads=True)
         self.forget()
 
     def forget(self) -> None:
@@ -189,15 +192,24 @@ class Bucket:
         if not self.refresh():
             raise RuntimeError("a parameter changed while its step was prepared; is another thread at work?")
 
-    def settle(self) -> None:
-        """Note the parameters and states of all started rows, and what their gradients will be."""
-        self.forget()
+    def settle(self, changed: Sequence[int] | None = None) -> None:
+        """Note the parameters and states of all started rows, and what their gradients will be; if only these
+        rows have changed, of these.
+        """
         self._started = [i for i, row in enumerate(self.rows) if row.started]
         rows = [self.rows[i] for i in self._started]
-        self.has_staged = any(row.staged for row in rows)
-        self._kept, self._is_settled = Kept(rows) if rows else None, True
-        self._look_at_grads = watch.Look([row.kinds[GRAD] if row.started else None for row in self.rows], True)
+        self.has_staged = any(row.param_copy is not None or row.grad_copy is not None for row in rows)
+        self._kept = Kept(rows) if rows else None
         self._alignments = np.zeros(len(self.rows), np.int64)
+        kinds = {i: self._kind_of_grad(i) for i in changed or ()}
+        if changed is None or not self._is_settled or not self._look_at_grads.expect(kinds):
+            kinds_of_all = [*map(self._kind_of_grad, range(len(self.rows)))]
+            self._look_at_grads = watch.Look(kinds_of_all, of_grads=True)
+        self._is_settled, self._grads_are_noted = True, False
+
+    def _kind_of_grad(self, i: int) -> watch.Kind:
+        row = self.rows[i]
+        return row.kinds[GRAD] if row.started else watch.NOTHING
 
     # during a step
 

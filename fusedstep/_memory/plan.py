@@ -211,11 +211,11 @@ class Plan:
         ]
         for (table, _), by_place in zip(changed, started, strict=True):
             table.find_counts(by_place, self._is_counted_here)
-        for (table, bucket), by_place, rows in zip(changed, started, made, strict=True):
+        for (table, bucket), by_place, rows, places in zip(changed, started, made, doubtful, strict=True):
             table.adopt_counts(by_place, memory)
             for row in rows.values():
                 row.commit(memory)
-            bucket.settle()
+            bucket.settle(places)
         self._note_states(optimizer.state)
         return all(bucket.refresh() for _, bucket in changed)
 

@@ -9,7 +9,7 @@ a tensor is not as DLPack describes it, Python does, in 2 us.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._engines import ABSENT, CHANGED, MOVED, OTHER, SAME, is_traced, is_watched, is_wrapper
 
-_is_neg = Tensor.is_neg
+_is_neg, _type, _described_at = Tensor.is_neg, attrgetter("type"), attrgetter("described_at")
 
 
 class Kind:
@@ -27,13 +27,14 @@ class Kind:
     __slots__ = ("_attributes", "_described", "described_at", "has_memory", "type")
 
     def __init__(self, t: Tensor) -> None:
-        self.type, self._attributes, self.has_memory = type(t), _attributes(t), _has_memory(t)
+        self.type: type | None = type(t)
+        self._attributes, self.has_memory = _attributes(t), _has_memory(t)
         table = _table()
         # DLPack does not tell whether numbers are negated or conjugated lazily
         can_be = table is not None and self.has_memory and not t.is_complex() and not t.is_neg()
         self._described = table.kind(t) if table is not None and can_be else None
         # where compiled code finds it; None if Python must compare
-        self.described_at = None if self._described is None else self._described.ctypes.data
+        self.described_at: int | None = None if self._described is None else self._described.ctypes.data
 
     def place(self, t: Any) -> int:
         """The address of a tensor, 0 if its kind has none; OTHER if it is of another kind."""
@@ -99,26 +100,56 @@ def kinds_of(tensors: list[Tensor]) -> list[Kind]:
     if not tensors:
         return []
     first = kind_of(tensors[0])
-    look = Look([first] * len(tensors))
+    look = Look([first] * len(tensors), of_grads=True)
     look(tensors)
     return [kind_of(t) if at == OTHER else first for t, at in zip(tensors, look.addresses, strict=True)]
+
+
+class _Nothing(Kind):
+    """No tensor is of this kind: where none is expected."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.type, self.described_at, self.has_memory = None, 0, False
+
+    def place(self, t: Any) -> int:
+        return OTHER
+
+
+NOTHING = _Nothing()
 
 
 class Look:
     """Looks at tensors of these kinds, in turn, and keeps their addresses."""
 
-    def __init__(self, kinds: Sequence[Kind | None], of_grads: bool = False) -> None:
-        """Gradients may be absent, and a kind None, where one is not expected."""
+    def __init__(self, kinds: list[Kind], of_grads: bool = False) -> None:
+        """Gradients may be absent."""
         self._kinds, self._of_grads, self._absent = kinds, of_grads, ABSENT if of_grads else OTHER
         # OTHER for one that is not of its kind, ABSENT for a gradient that is not there
         self.addresses = np.full(len(kinds), OTHER, np.int64)
+        self._has_looked = False
         table, self._compiled = _table(), None
-        described_at: list[Any] = [0 if kind is None else kind.described_at for kind in kinds]
+        described_at: list[Any] = [*map(_described_at, kinds)]
         if table is not None and None not in described_at:
             # an array of numbers only, by which numpy makes its own three times as fast
-            described = np.frombuffer(array("q", described_at), np.int64)
-            types = [kind and kind.type for kind in kinds]
-            self._compiled = table.looker(types, described, self.addresses, self._absent)
+            self._described_at = np.frombuffer(array("q", described_at), np.int64)
+            self._types = [*map(_type, kinds)]
+            self._compiled = table.looker(self._types, self._described_at, self.addresses, self._absent)
+
+    def expect(self, kinds: dict[int, Kind]) -> bool:
+        """Have tensors of these kinds in these places from now on; False if that takes another look."""
+        described_at: list[Any] = [*map(_described_at, kinds.values())]
+        if self._compiled is None or None in described_at:
+            return False
+        for (i, kind), at in zip(kinds.items(), described_at, strict=True):
+            self._kinds[i], self._types[i], self._described_at[i], self.addresses[i] = (
+                kind,
+                kind.type,
+                at,
+                OTHER,
+            )
+        return True
 
     def __call__(self, tensors: list[Any]) -> int:
         """SAME, MOVED if an address has changed or a gradient has gone or come, CHANGED if one is of another
@@ -127,9 +158,11 @@ class Look:
         if self._compiled is None:
             return self._in_python(tensors)
         found = self._compiled(tensors)
-        # autograd negates some gradients lazily, by a bit that DLPack does not show, and may do so at any time;
-        # others are negated by who replaces them
-        if (found != SAME or self._of_grads) and self._finds_negated(tensors):
+        # autograd negates some gradients lazily, by a bit that DLPack does not show, at any time; other tensors
+        # are as they were when they were noted, unless they have moved since
+        may_be_negated = self._of_grads or (found == MOVED and self._has_looked)
+        self._has_looked = True
+        if found != CHANGED and may_be_negated and self._finds_negated(tensors):
             return CHANGED
         return found
 
@@ -148,7 +181,7 @@ class Look:
     def _in_python(self, tensors: list[Any]) -> int:
         before = self.addresses.copy()
         for i, (kind, t) in enumerate(zip(self._kinds, tensors, strict=True)):
-            self.addresses[i] = self._absent if t is None else OTHER if kind is None else kind.place(t)
+            self.addresses[i] = self._absent if t is None else kind.place(t)
         if (self.addresses == OTHER).any():
             return CHANGED
         return MOVED if (self.addresses != before).any() else SAME

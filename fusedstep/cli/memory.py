@@ -68,7 +68,8 @@ def memory(
     try:
         settings = settings_for(make, of_param)
     except (TypeError, ValueError) as error:
-        raise typer.BadParameter(f"{optimizer}: {error}", param_hint="--option") from error
+        hint = "--option" if option else "--offload" if offload else "--optimizer"
+        raise typer.BadParameter(f"{optimizer}: {error}", param_hint=hint) from error
     bucket_bytes = _bucket_bytes(make) if release else None
     named = parameters_of(model, of_param)
     console = Console(width=None if sys.stdout.isatty() else 132)
