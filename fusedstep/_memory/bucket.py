@@ -90,6 +90,9 @@ class Bucket:
         if not self._any_distributed:
             return grads
         there = [i for i, grad in enumerate(grads) if grad is not None]
+        if len(there) == len(grads):
+            alike = self._distributed_alike(self._params, grads)
+            return parts_of(grads, self._all_distributed) if alike else None
         found = [grads[i] for i in there]
         if not self._distributed_alike([self._params[i] for i in there], found):
             return None
@@ -99,7 +102,7 @@ class Bucket:
 
     def _distributed_alike(self, params: list[Tensor], grads: list[Any]) -> bool:
         """Whether gradients are distributed as their parameters are."""
-        specs = [*map(shards.spec_of, grads)]
+        specs = shards.specs_of(grads)
         if len(specs) == len(self._grad_specs) and all(map(is_, specs, self._grad_specs)):
             return True
         if not all(map(shards.lies_alike, params, grads)):

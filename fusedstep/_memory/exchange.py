@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .._engines import to_device
-from .shards import Division, Ranks
+from .ranks import Ranks
+from .shards import Division
 
 Work = Callable[[Tensor, Tensor], None]
 

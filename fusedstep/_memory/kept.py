@@ -45,7 +45,7 @@ class Kept:
         distributed = shards.are_distributed(self._params)
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
         tensors = self._params + self._find_states(self.states)
-        self._specs = [*map(shards.spec_of, tensors)] if self._any_distributed else []
+        self._specs = shards.specs_of(tensors) if self._any_distributed else []
         others = [*map(shards.local, self._find_others(self.states))]
         kinds = [row.kinds[PARAM] for row in rows]
         kinds += chain.from_iterable([row.kinds[GRAD + 1 :] for row in rows])
@@ -75,7 +75,7 @@ class Kept:
         if others and self._look_at_others([*map(shards.local, others)]) == CHANGED:
             return None
         if self._any_distributed:
-            if not all(map(is_, map(shards.spec_of, tensors), self._specs)):
+            if not all(map(is_, shards.specs_of(tensors), self._specs)):
                 return None
             parts = parts_of(tensors, self._all_distributed)
         found = self._look(parts + steps)

@@ -19,6 +19,7 @@ from .._engines.foreach.placed import decode
 from . import shards, watch
 from .layout import dense_strides, laid_like, lies_like, real_numel, row_strides
 from .offload import Home, home_of
+from .ranks import Ranks
 from .shards import local
 from .stage_slots import shapes_of_states, stage_formats, stage_states
 from .state_planes import MASTER_PLANES, check_state, made
@@ -48,13 +49,13 @@ class Settings(NamedTuple):
     exact: torch.dtype = torch.float64
     counts: bool = True
     spec: StepSpec = ONLY_UPDATE
-    norm_ranks: shards.Ranks | None = None
+    norm_ranks: Ranks | None = None
     # of random bits
     seed: int = 0
     # for what stages work on, and allocate
     workspace_bytes: int = 0
     # that have the same parameters, and divide what stages do
-    replicas: shards.Ranks | None = None
+    replicas: Ranks | None = None
     # whether parameters are stepped on the host, wherever they are
     offload: bool = False
 

@@ -6,16 +6,18 @@ hold parts of it add up theirs.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
-from typing import Any, NamedTuple, NoReturn
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._engines import to_device
+from .ranks import Ranks, ReduceGroup
+
+_spec = attrgetter("_spec")
 
 
 def is_distributed(t: Any) -> bool:
@@ -65,10 +67,14 @@ def like(part: Tensor, p: Any, shape: Sequence[int] | None = None) -> Tensor:
     return DTensor(part, DTensorSpec(p.device_mesh, p.placements, meta), requires_grad=False)
 
 
-def spec_of(t: Any) -> Any:
-    """An object that says how a tensor is distributed: two tensors with the same one are so in the same way."""
-    # private; where DTensors have none, an object of its own, and placements are compared: 3 us instead of 0.05
-    return getattr(t, "_spec", t)
+def specs_of(tensors: Sequence[Any]) -> list[Any]:
+    """Objects that say how tensors are distributed: two with the same one are so in the same way."""
+    try:
+        return [*map(_spec, tensors)]
+    except AttributeError:
+        # plain ones are among them. Where DTensors have none, which is private, placements are compared: 3 us
+        # instead of 0.03
+        return [getattr(t, "_spec", t) for t in tensors]
 
 
 def lies_alike(a: Any, b: Any) -> bool:
@@ -185,13 +191,6 @@ def drop_gathered(modules: Sequence[torch.nn.Module], params: Sequence[Any]) -> 
         )
 
 
-class Ranks(NamedTuple):
-    """A process group, and where this rank talks in it: on all ranks a device of the same type."""
-
-    group: Any
-    device: torch.device
-
-
 class Division(NamedTuple):
     """Ranks among which the rows of a tensor are divided, and how many rows each of them has."""
 
@@ -240,20 +239,6 @@ def part_of(whole: Tensor, p: Any) -> Tensor:
     return local(copies.redistribute(placements=p.placements))
 
 
-class ReduceGroup(NamedTuple):
-    """Ranks that hold parts of the same tensors, and which rows of a table those are."""
-
-    ranks: Ranks
-    # in the same order on all ranks; None if that is just all of them
-    rows: Tensor | None
-
-    def within(self, begin: int, end: int, device: torch.device) -> ReduceGroup | None:
-        """Those of these rows of the table; None if there are none."""
-        rows = torch.arange(begin, end, device=device) if self.rows is None else self.rows
-        rows = rows[(rows >= begin) & (rows < end)]
-        return self._replace(rows=rows) if len(rows) else None
-
-
 def _is_member(p: Any) -> bool:
     """Whether this rank is in the mesh of a parameter; one that is not has an empty part."""
     return p.device_mesh.get_coordinate() is not None
@@ -283,99 +268,6 @@ def owner_groups(params: Sequence[Any]) -> list[Ranks]:
     return [*dict.fromkeys(_ranks(p, dim) for p in held for dim in range(p.device_mesh.ndim))]
 
 
-def ranks_of(group: Any) -> Ranks:
-    """Of a process group without a mesh. All ranks must find the same, wherever their tensors are."""
-    backends = dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # a backend for both, such as gloo, goes through the host
-    if accelerator is None or backends.get(accelerator.type) in (None, backends.get("cpu")):
-        return Ranks(group, torch.device("cpu"))
-    index = torch.accelerator.current_device_index()
-    return Ranks(group, group.bound_device_id or torch.device(accelerator.type, index))
-
-
-def _all_reduce(sums: Tensor, kind: str, group: Any) -> None:
-    if kind == "sum":
-        torch.distributed.all_reduce(sums, group=group)
-    else:
-        # NaN is not larger than other numbers: it is told apart
-        both = torch.stack((sums.nan_to_num(nan=0.0, posinf=torch.inf), sums.isnan().to(sums.dtype)))
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
-        sums.copy_(torch.where(both[1] != 0, torch.nan, both[0]))
-
-
-@functools.cache
-def _runs(kinds: tuple[str, ...]) -> list[tuple[str, slice]]:
-    """Sums of a kind that follow each other, which take one collective."""
-    runs = ((kind, [*places]) for kind, places in groupby(range(len(kinds)), key=kinds.__getitem__))
-    return [(kind, slice(places[0], places[-1] + 1)) for kind, places in runs]
-
-
-def _reduced(sums: Tensor, kinds: tuple[str, ...], ranks: Ranks) -> Tensor:
-    """Sums over all ranks, on the device where these talk: in place, if that is here."""
-    there = sums if sums.device.type == ranks.device.type else to_device(sums, ranks.device)
-    runs = _runs(kinds)
-    for kind, run in runs:
-        # not sliced where that is all: it takes the host as long as a launch
-        _all_reduce(there if len(runs) == 1 else there[run], kind, ranks.group)
-    return there
-
-
-def all_reduce_rows_(sums: Tensor, kinds: tuple[str, ...], group: ReduceGroup) -> None:
-    """Make sums over the parts that are here those over all ranks that hold parts."""
-    reduced = _reduced(sums if group.rows is None else sums[:, group.rows], kinds, group.ranks)
-    if group.rows is not None:
-        sums[:, group.rows] = to_device(reduced, sums.device)
-    elif reduced is not sums:
-        sums.copy_(to_device(reduced, sums.device))
-
-
-_FOLDS: dict[str, Any] = {"sum": torch.sum, "max": torch.amax}
-
-
-def reduce_to_column(sums: Sequence[Tensor], kinds: tuple[str, ...], ranks: Ranks) -> Tensor:
-    """Of everything that this and all other ranks have summed: one column."""
-    # this rank may have nothing
-    like = sums[0] if sums else torch.zeros(0, dtype=torch.float64, device=ranks.device)
-    ours = torch.cat([like.new_zeros(len(kinds), 1), *(t.to(like.device) for t in sums)], 1)
-    folded = torch.stack([_FOLDS[kind](row) for kind, row in zip(kinds, ours, strict=True)]).unsqueeze(1)
-    return _reduced(folded, kinds, ranks)
-
-
-def add_up(sums: Tensor, ranks: Ranks) -> None:
-    """Over all ranks, in place."""
-    reduced = _reduced(sums, ("sum",), ranks) if sums.device.type == ranks.device.type else None
-    if reduced is None:
-        sums.copy_(to_device(_reduced(sums, ("sum",), ranks), sums.device))
-
-
-def any_rank_found_inf(found_inf: Tensor, groups: Sequence[Ranks]) -> Tensor:
-    if not groups:
-        return found_inf
-    found = local(found_inf).clone().reshape(1, 1)
-    for ranks in groups:
-        found = _reduced(found, ("max",), ranks)
-    return found.reshape(())
-
-
-def check_group(group: Any, argument: str) -> None:
-    """Raise where an argument is no process group."""
-    if not isinstance(group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"Invalid {argument}: {group!r}; use a process group that this rank is in, for example "
-            "torch.distributed.group.WORLD or mesh.get_group('pp')"
-        )
-
-
-def check_scope(clip_scope: str) -> None:
-    """Raise where a `norm_group` makes no sense."""
-    if clip_scope != "global":
-        raise ValueError(
-            f"norm_group joins the norm of all parameters with that of other ranks, but clip_scope is "
-            f"{clip_scope!r}; use clip_scope='global', or leave norm_group out"
-        )
-
-
 def check_counted_once(group: Any, params: Sequence[Any], owner: str) -> None:
     """Raise where ranks of a `norm_group` hold the same parameter, whose norm would count twice."""
     ranks = {*torch.distributed.get_process_group_ranks(group)}
@@ -386,19 +278,3 @@ def check_counted_once(group: Any, params: Sequence[Any], owner: str) -> None:
                 "norms are taken anyway; leave norm_group out, or give it ranks that hold other parameters, as "
                 "the stages of a pipeline do"
             )
-
-
-class UnpicklableGroup(NamedTuple):
-    """A process group in a copy of an optimizer: the same one. It cannot leave the process."""
-
-    argument: str
-    group: Any
-
-    def __deepcopy__(self, memo: dict) -> UnpicklableGroup:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"an optimizer with a {self.argument} cannot be pickled: its process group is of this process; "
-            "save its state_dict(), and load that into one constructed anew"
-        )

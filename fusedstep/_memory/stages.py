@@ -23,6 +23,7 @@ from .._engines import SKIP, is_traced
 from . import shards
 from .bucket import Bucket
 from .exchange import Exchange, Shares, divide
+from .ranks import Ranks, add_up
 from .replay import Replays
 from .row import Row, Settings
 
@@ -117,7 +118,7 @@ class Stack:
         self._parts: list[slice] = []
         self._exchanges: list[Exchange] = []
 
-    def share(self, shares: Shares, replicas: shards.Ranks | None) -> None:
+    def share(self, shares: Shares, replicas: Ranks | None) -> None:
         """Decide who works on which tensors, where several ranks could."""
         self._replicas = None if shards.is_distributed(self._like) else replicas
         ranks = self._replicas if self._division is None else self._division.ranks
@@ -125,7 +126,7 @@ class Stack:
             work = self.stage.flops((*self._like.shape,))
             self._taken = shares.of(ranks, len(self.source), work)
 
-    def _shares(self, ranks: shards.Ranks, part: slice) -> list[int]:
+    def _shares(self, ranks: Ranks, part: slice) -> list[int]:
         count = part.stop - part.start
         return self._taken if count == len(self.source) else Shares().of(ranks, count, 1.0)
 
@@ -200,7 +201,7 @@ class Stack:
 
     def _add_up(self, sums: Tensor) -> None:
         assert self._division is not None
-        shards.add_up(sums, self._division.ranks)
+        add_up(sums, self._division.ranks)
 
 
 class Stages:

@@ -11,6 +11,7 @@ from .._algorithm.program import StepSpec
 from .._engines import Amp, is_traced, to_device
 from . import shards
 from .layout import overlaps_itself
+from .ranks import any_found_inf, reduce_to_column
 from .row import Settings
 from .table import Table
 
@@ -28,7 +29,7 @@ def step(
     ranks_of_norm = [] if settings.norm_ranks is None else [settings.norm_ranks]
     if amp.found_inf is not None:
         told = dict.fromkeys(ranks for table in tables for ranks in table.owner_groups)
-        amp = amp._replace(found_inf=shards.any_rank_found_inf(amp.found_inf, [*told, *ranks_of_norm]))
+        amp = amp._replace(found_inf=any_found_inf(shards.local(amp.found_inf), [*told, *ranks_of_norm]))
     _check_grads(tables, settings.spec)
     for table in tables:
         table.begin()
@@ -45,7 +46,7 @@ def step(
             measured = [table.measured for table in tables]
         for ranks in ranks_of_norm:
             # also where nothing was measured: the others wait for this one
-            measured = [shards.reduce_to_column(measured, settings.spec.shared_kinds, ranks)]
+            measured = [reduce_to_column(measured, settings.spec.shared_kinds, ranks)]
         if look is not None:
             look(measured)
         for shared in _shared_by(tables) if measured else ():

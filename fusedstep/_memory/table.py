@@ -40,6 +40,7 @@ from . import shards
 from .bucket import Bucket
 from .counts import Counts
 from .offload import copies_of
+from .ranks import ReduceGroup, all_reduce_rows_
 from .row import Memory, Row, Settings
 from .stages import Stages, give_workspaces, matrix_of
 from .transfer import from_host, upload
@@ -184,7 +185,7 @@ class Table:
                 first, kinds = folds
                 yield FoldRun(first, kinds, [*same])
 
-    def _reductions(self, k: int) -> Iterator[tuple[Tensor, tuple[str, ...], shards.ReduceGroup]]:
+    def _reductions(self, k: int) -> Iterator[tuple[Tensor, tuple[str, ...], ReduceGroup]]:
         """Sums of sweep `k` that ranks with parts of a tensor add up: where, how, and with whom."""
         for first, kinds, buckets in self.fold_runs(k) if self.reduce_groups else ():
             begin, end = buckets[0].first_row, buckets[-1].end_row
@@ -255,7 +256,7 @@ class Table:
         self._has_params = not measures_grads
         self.executable.sweep(k, skips)
         for reduction in self.reductions[k]:
-            shards.all_reduce_rows_(*reduction)
+            all_reduce_rows_(*reduction)
         if self.stages is not None:
             self.stages.run(k, self.status)
 

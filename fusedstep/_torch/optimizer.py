@@ -19,15 +19,9 @@ from .._algorithm.program import EMA, NORM_TYPES, StepSpec
 from .._engines import Amp
 from .._memory.capture import Capture, Group
 from .._memory.plan import Plan, names_in
+from .._memory.ranks import check_group, check_scope, ranks_of
 from .._memory.row import Settings
-from .._memory.shards import (
-    check_group,
-    check_scope,
-    drop_gathered,
-    is_flat,
-    on_several_meshes,
-    ranks_of,
-)
+from .._memory.shards import drop_gathered, is_flat, on_several_meshes
 from .._memory.storage import AS_PARAMETER, IN_GROUPS
 from .._memory.table import CLIP_SCOPES
 from .._memory.taking import Way, take_step

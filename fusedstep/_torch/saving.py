@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._memory.shards import UnpicklableGroup
+from .._memory.ranks import UnpicklableGroup
 from .._memory.storage import AS_PARAMETER, Storage
 from .checkpoint import expanded, loadable, unpack
 

@@ -342,13 +342,12 @@ def statistics_each_tenth(side: Side) -> Body:
         yield optimizer.step
 
 
-def _in_backward(side: Side, buckets: int) -> Body:
-    """Every parameter has a gradient from a backward of its own; `buckets` of them are released, ours only."""
+def in_backward(side: Side, bucket_bytes: int | None) -> Body:
+    """Every parameter has a gradient from a backward of its own; ours releases them, if in buckets."""
     params = side.params()
     optimizer = side.optimizer(params)
-    if side.is_ours and buckets:
-        size = sum(p.numel() * p.itemsize for p in params)
-        fusedstep.release_gradients(torch.nn.ParameterList(params), optimizer, size // buckets)
+    if side.is_ours and bucket_bytes is not None:
+        fusedstep.release_gradients(torch.nn.ParameterList(params), optimizer, bucket_bytes)
     while True:
         losses = [p.sum() for p in params]
 
@@ -358,18 +357,6 @@ def _in_backward(side: Side, buckets: int) -> Body:
             optimizer.zero_grad()
 
         yield iteration
-
-
-def backward_and_step(side: Side) -> Body:
-    return _in_backward(side, 0)
-
-
-def released_in_buckets(side: Side) -> Body:
-    return _in_backward(side, 20)
-
-
-def released_one_by_one(side: Side) -> Body:
-    return _in_backward(side, side.size)
 
 
 def clipped(side: Side) -> Body:

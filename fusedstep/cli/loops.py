@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from . import bodies
@@ -33,6 +34,8 @@ class Loop(NamedTuple):
 _NOT_FUSED: Call = ("torch.optim.AdamW", {})
 _AND_SCHEDULER = "step(), scheduler.step()"
 _AND_BACKWARD = "backward(), step(), zero_grad()"
+# of the gradients of 400 tensors of 64 elements
+_ALL_BYTES = 400 * 64 * 4
 
 
 def _plain(name: str, peer: str, body: Callable[[Side], bodies.Body] = bodies.steady) -> Loop:
@@ -73,9 +76,14 @@ LOOPS = [
     Loop("layout changes every step", bodies.layout_changes, peer=_NOT_FUSED),
     Loop("statistics every tenth step", bodies.statistics_each_tenth, ends=True),
     Loop("zero_grad every step", bodies.zero_grad_each_step, None, "step(), zero_grad()"),
-    Loop("backward and step", bodies.backward_and_step, None, _AND_BACKWARD),
-    Loop("released in 20 buckets", bodies.released_in_buckets, None, _AND_BACKWARD),
-    Loop("released one by one", bodies.released_one_by_one, None, _AND_BACKWARD),
+    Loop("backward and step", partial(bodies.in_backward, bucket_bytes=None), None, _AND_BACKWARD),
+    Loop(
+        "released in 20 buckets",
+        partial(bodies.in_backward, bucket_bytes=_ALL_BYTES // 20),
+        None,
+        _AND_BACKWARD,
+    ),
+    Loop("released one by one", partial(bodies.in_backward, bucket_bytes=0), None, _AND_BACKWARD),
     Loop("clipped", bodies.clipped, None, "clip_grad_norm_ or max_grad_norm, step()"),
     Loop("with a GradScaler", bodies.scaled, None, "scaler.step(), scaler.update()"),
     Loop("constructed every step", bodies.first_step, None, "constructor, first step()"),
