@@ -34,8 +34,8 @@ class Loop(NamedTuple):
 _NOT_FUSED: Call = ("torch.optim.AdamW", {})
 _AND_SCHEDULER = "step(), scheduler.step()"
 _AND_BACKWARD = "backward(), step(), zero_grad()"
-# of the gradients of 400 tensors of 64 elements
-_ALL_BYTES = 400 * 64 * 4
+# a twentieth of the gradients of 400 tensors of 64 elements
+_BUCKET = 400 * 64 * 4 // 20
 
 
 def _plain(name: str, peer: str, body: Callable[[Side], bodies.Body] = bodies.steady) -> Loop:
@@ -79,7 +79,7 @@ LOOPS = [
     Loop("backward and step", partial(bodies.in_backward, bucket_bytes=None), None, _AND_BACKWARD),
     Loop(
         "released in 20 buckets",
-        partial(bodies.in_backward, bucket_bytes=_ALL_BYTES // 20),
+        partial(bodies.in_backward, bucket_bytes=_BUCKET),
         None,
         _AND_BACKWARD,
     ),
