@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ from .kept import Kept, parts_of
 from .row import Row, Settings
 
 _grad = attrgetter("grad")
+
+
+class Changes(NamedTuple):
+    """Rows with a parameter or state of another kind, with such a gradient, and with their counts elsewhere."""
+
+    kept: list[int]
+    grads: list[int]
+    recounted: list[int]
 
 
 class Bucket:
@@ -166,22 +174,24 @@ class Bucket:
 
     # asked where something has changed
 
-    def find_changes(self) -> tuple[list[int], list[int]]:
-        """After `refresh` has said no: rows with a tensor of another kind, and those with counts elsewhere."""
+    def find_changes(self) -> Changes:
+        """After `refresh` has said no."""
         kept = ([], []) if self._kept is None else self._kept.find_changes()
         if not self._is_settled or not self._saw_grads or kept is None:
-            return [*range(len(self.rows))], []
+            everything = [*range(len(self.rows))]
+            return Changes(everything, everything, [])
         of_grads = np.flatnonzero(self._look_at_grads.addresses == OTHER).tolist()
         changed, recounted = ([self._started[k] for k in places] for places in kept)
-        return sorted({*changed, *of_grads}), recounted
+        return Changes(changed, of_grads, recounted)
 
-    def stale_rows(self, changed: list[int], settings: Settings) -> list[int]:
-        """Of these, rows that cannot go on with what they have now; one without a gradient is made later."""
-        for row in (self.rows[i] for i in changed):
-            if row.started and not row.keeps():
-                row.started = False
-            elif row.started and not row.takes(row.grad):
+    def stale_rows(self, changes: Changes, settings: Settings) -> list[int]:
+        """Rows that cannot go on with what they have now; one without a gradient is made later."""
+        for row in (self.rows[i] for i in changes.kept):
+            row.started = row.started and row.keeps()
+        for row in (self.rows[i] for i in changes.grads):
+            if row.started and not row.takes(row.grad):
                 row.started = row.adapt(settings)
+        changed = sorted({*changes.kept, *changes.grads})
         return [i for i in changed if not self.rows[i].started and self.rows[i].grad is not None]
 
     def follow_states(self) -> None:

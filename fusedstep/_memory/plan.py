@@ -144,7 +144,8 @@ class Plan:
         self._find_states(optimizer.state)
         right: dict[int, Row] = {}
         for bucket in self.buckets:
-            changed = () if bucket.refresh() else {*bucket.find_changes()[0]}
+            changes = None if bucket.refresh() else bucket.find_changes()
+            changed = {*changes.kept, *changes.grads} if changes else ()
             for i, row in enumerate(bucket.rows):
                 if row.started and (i not in changed or row.is_right()):
                     right[id(row.param)] = row
@@ -188,15 +189,15 @@ class Plan:
     def _settle(self, changed: list[tuple[Table, Bucket]], optimizer: Any) -> bool:
         """Make rows anew where that is needed in these buckets, and note what all of their rows have."""
         changes = [bucket.find_changes() for _, bucket in changed]
-        doubtful = [sorted({*rows, *recounted}) for rows, recounted in changes]
+        doubtful = [sorted({*each.kept, *each.grads, *each.recounted}) for each in changes]
         for (table, bucket), places in zip(changed, doubtful, strict=True):
             if any(counts.has_lost([bucket.first_row + i for i in places]) for counts in table.counters):
                 return False
         memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
         # all of them before a state or table is changed
         made = [
-            {i: self._make_again(bucket.rows[i], memory) for i in bucket.stale_rows(rows, self._settings)}
-            for (_, bucket), (rows, _) in zip(changed, changes, strict=True)
+            {i: self._make_again(bucket.rows[i], memory) for i in bucket.stale_rows(each, self._settings)}
+            for (_, bucket), each in zip(changed, changes, strict=True)
         ]
         for (_, bucket), rows in zip(changed, made, strict=True):
             if not all(row.fits_in_place_of(bucket.rows[i]) for i, row in rows.items()):
