@@ -37,9 +37,10 @@ SIZES = {"numel": WHOLE_NUMEL, "rows": ROWS, "columns": COLUMNS}
 # of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
 # the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)
-# of a look at tensors, instead of an address: there is none, or one of another kind; and what it found at worst
+# of a look at tensors, instead of an address: there is none, or one of another kind; what it found at worst,
+# and besides whether some are absent
 ABSENT, OTHER = -2, -1
-SAME, MOVED, CHANGED = range(3)
+SAME, MOVED, CHANGED, SOME_ABSENT = 0, 1, 2, 4
 
 # on an npu Triton is triton-ascend, which installs itself under that name
 _DEFAULT = {"cpu": "cpu", "cuda": "triton", "npu": "triton", "xpu": "triton"}

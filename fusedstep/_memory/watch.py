@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._engines import ABSENT, CHANGED, MOVED, OTHER, SAME, is_traced, is_watched, is_wrapper
+from .._engines import ABSENT, CHANGED, MOVED, OTHER, SAME, SOME_ABSENT, is_traced, is_watched, is_wrapper
 
 _is_neg, _type, _described_at = Tensor.is_neg, attrgetter("type"), attrgetter("described_at")
 
@@ -157,25 +157,21 @@ class Look:
         """
         if self._compiled is None:
             return self._in_python(tensors)
-        found = self._compiled(tensors)
+        told = self._compiled(tensors)
+        found = told & ~SOME_ABSENT
         # autograd negates some gradients lazily, by a bit that DLPack does not show, at any time; other tensors
         # are as they were when they were noted, unless they have moved since
         may_be_negated = self._of_grads or (found == MOVED and self._has_looked)
         self._has_looked = True
-        if found != CHANGED and may_be_negated and self._finds_negated(tensors):
+        if found != CHANGED and may_be_negated and self._finds_negated(tensors, told != found):
             return CHANGED
         return found
 
-    def _finds_negated(self, tensors: list[Any]) -> bool:
-        places = range(len(tensors))
-        if self.addresses.min(initial=0) < 0:
-            places = np.flatnonzero(self.addresses >= 0).tolist()
-            there = [tensors[i] for i in places]
-        else:
-            there = tensors
+    def _finds_negated(self, tensors: list[Any], some_absent: bool) -> bool:
+        there = [t for t in tensors if t is not None] if some_absent else tensors
         if not any(map(_is_neg, there)):
             return False
-        self.addresses[[i for i in places if tensors[i].is_neg()]] = OTHER
+        self.addresses[[i for i, t in enumerate(tensors) if t is not None and t.is_neg()]] = OTHER
         return True
 
     def _in_python(self, tensors: list[Any]) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from llvmlite import ir
 from torch import Tensor
 
-from .. import CHANGED, MOVED, OTHER, SAME
+from .. import CHANGED, MOVED, OTHER, SAME, SOME_ABSENT
 from . import build
 from .build import I8, I32, I64
 
@@ -67,13 +67,13 @@ class Table:
         kind = np.array([*found, t.numel() > 0, *t.shape, *t.stride()], np.int64)
         # whether torch describes it so, and at other times
         look = self.looker([type(t)], np.array([kind.ctypes.data], np.int64), np.zeros(1, np.int64), OTHER)
-        return None if look([t]) == CHANGED else kind
+        return None if look([t]) & CHANGED else kind
 
     def looker(
         self, types: list[Any], kinds: np.ndarray, addresses: np.ndarray, absent: int
     ) -> Callable[[list[Any]], int]:
-        """look(tensors): what it has found at worst. It writes the `addresses` of these tensors, OTHER for one
-        that is not of its type and kind, and `absent` for None.
+        """look(tensors): what it has found at worst, and SOME_ABSENT if there is a None. It writes the
+        `addresses` of these tensors, OTHER for one that is not of its type and kind, and `absent` for None.
 
         `kinds` has the address of a kind for each, or 0 where only None is expected.
         """
@@ -180,12 +180,14 @@ def _compile_look() -> build.Compiled:
     table, count, *arrays, absent = (b.load(b.gep(job, [I64(i)])) for i in range(5))
     kinds, addresses = (b.inttoptr(array, _WORDS) for array in arrays)
     asker = _Asker(b, b.inttoptr(table, _OBJECT), objects)
-    worst, found, differs = (build.variable(b, I64) for _ in range(3))
+    worst, absences, found, differs = (build.variable(b, I64) for _ in range(4))
     b.store(I64(SAME), worst)
+    b.store(I64(0), absences)
     with build.loop(b, I64(0), count) as i:
         item, kind = asker.item(i), b.load(b.gep(kinds, [i]))
         is_none = b.icmp_unsigned("==", item, none)
         b.store(b.select(is_none, absent, I64(OTHER)), found)
+        b.store(b.select(is_none, I64(SOME_ABSENT), b.load(absences)), absences)
         with (
             b.if_then(b.and_(b.not_(is_none), b.icmp_signed("!=", kind, I64(0)))),
             b.if_then(asker.is_of_type(item, asker.item(i, types))),
@@ -196,7 +198,7 @@ def _compile_look() -> build.Compiled:
         result = b.select(b.icmp_signed("==", address, I64(OTHER)), I64(CHANGED), result)
         b.store(address, place)
         b.store(build.larger(b, b.load(worst), result), worst)
-    b.ret(b.load(worst))
+    b.ret(b.or_(b.load(worst), b.load(absences)))
     return build.Compiled(b, ctypes.c_int64, [ctypes.c_void_p] * 4)
 
 
