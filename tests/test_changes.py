@@ -508,3 +508,93 @@ def test_autograd_notices_that_a_parameter_was_written():
         assert (p._version, view._version, apart._version) == (before[0] + 1, before[1] + 1, before[2])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def negate(t):
+    return torch._neg_view(t.clone())
+
+
+def negate_the_parameter(p, state):
+    p.data = negate(p.data)
+
+
+def negate_a_state(p, state):
+    state[p]["exp_avg"] = negate(state[p]["exp_avg"])
+
+
+@pytest.mark.parametrize("change", [negate_the_parameter, negate_a_state])
+def test_what_is_negated_lazily_is_noticed_beside_another_change(change):
+    def trained(cls):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64)) for _ in range(3)]
+        optimizer = cls(params, lr=0.1)
+        for i in range(4):
+            if i == 2:
+                change(params[1], optimizer.state)
+                params[0].data = params[0].data.t().contiguous().t()
+            for p in params:
+                p.grad = torch.randn(4, 3, dtype=torch.float64)
+            optimizer.step()
+        return [p.detach().resolve_neg() for p in params]
+
+    for ours, theirs in zip(trained(fusedstep.AdamW), trained(torch.optim.AdamW), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_negated_gradient_is_noticed_beside_one_of_another_dtype():
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = fusedstep.SGD(params, lr=1.0)
+    for p in params:
+        p.grad = torch.ones(3)
+    optimizer.step()
+    params[1].grad_dtype = None
+    params[0].grad, params[1].grad = torch._neg_view(torch.ones(3)), torch.ones(3, dtype=torch.bfloat16)
+    optimizer.step()
+    assert [p.tolist() for p in params] == [[0.0] * 3, [-2.0] * 3]
+
+
+def leaked():
+    """A gradient that torch.func has wrapped, after it is done."""
+    found = []
+    torch.func.vmap(lambda x: found.append(x) or x)(torch.ones(3, 4, 10))
+    return found[0]
+
+
+def freed():
+    grad = torch.ones(4, 10)
+    grad.untyped_storage().resize_(0)
+    return grad
+
+
+WITHOUT_MEMORY = {"leaked": leaked, "zeros": lambda: torch._efficientzerotensor(4, 10), "freed": freed}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_gradient_without_memory_is_refused_and_forgotten(engine, kind, steps):
+    p = torch.nn.Parameter(torch.ones(4, 10))
+    optimizer = fusedstep.SGD([p], lr=1.0, engine=engine)
+    for _ in range(steps):
+        p.grad = torch.zeros(4, 10)
+        optimizer.step()
+    p.grad = WITHOUT_MEMORY[kind]()
+    with pytest.raises(RuntimeError, match=r"gradient of shape \(4, 10\) without memory"):
+        optimizer.step()
+    assert p.tolist() == [[1.0] * 10] * 4
+    p.grad = torch.ones(4, 10)
+    optimizer.step()
+    assert not p.any()
+    # others like it are looked at by compiled code
+    assert watch.kind_of(p).described_at is not None
+
+
+def test_a_parameter_of_a_lazy_module_is_left_out_until_it_has_a_shape():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LazyLinear(2))
+    optimizer = fusedstep.AdamW(model.parameters())
+    before = model[0].weight.detach().clone()
+    model[0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert all(optimizer.state[p]["step"] > 0 for p in model.parameters())

@@ -293,7 +293,7 @@ def test_training_goes_on_from_the_last_checkpoint_after_a_rank_was_killed_in_a_
     assert isinstance(dead, ChildProcessError)
     message, files, seconds, same, steps = survivor
     assert "gloo" in message
-    assert "shards.py" in files
+    assert "ranks.py" in files
     assert seconds < 15
     # it failed before anything was written
     assert same

@@ -350,7 +350,7 @@ def test_both_looks_notice_what_is_none_of_them(looks, stranger):
 
 def test_a_gradient_that_is_negated_in_place_is_noticed(looks):
     t = torch.ones(3)
-    look = watch.Look([watch.kind_of(t), watch.NOTHING], of_grads=True)
+    look = watch.Look([watch.kind_of(t), watch.NOTHING], absent=ABSENT, changes_sign=True)
     assert look([t, None]) == MOVED
     assert look([t, None]) == SAME
     t.data = torch._neg_view(t.data)

@@ -179,3 +179,72 @@ def test_gradients_of_other_layouts_keep_their_rows(engine, monkeypatch):
             monkeypatch.setattr(plan, "make_row", None)
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q)
+
+
+def stepped(cls, changes, engine=None):
+    """Two parameters after steps of Adam, between which their optimizer was changed: ours or torch's."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(2)]
+    options = {} if engine is None else {"engine": engine}
+    optimizer, held = cls(params, lr=0.1, **options), {}
+
+    def step(live=params):
+        for p in params:
+            p.grad = torch.randn(3, dtype=torch.float64) if any(p is q for q in live) else None
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    step(params[:1])
+    for change in changes:
+        change(optimizer.state, *params, held)
+        step()
+    return [p.detach() for p in params] + [optimizer.state[p]["step"].clone() for p in params]
+
+
+def drop(state, p, q, held):
+    held[p], state[p] = state[p], {}
+
+
+def bring_back(state, p, q, held):
+    assert held[p]["step"] == 4
+    state[p] = held[p]
+
+
+def pass_on(state, p, q, held):
+    state[q] = state.pop(p)
+
+
+def set_to_zero(state, p, q, held):
+    held["step"], state[p]["step"] = state[p]["step"], torch.tensor(0.0)
+
+
+def set_back(state, p, q, held):
+    state[p]["step"] = held["step"]
+
+
+def exchange_aliases(state, p, q, held):
+    a, b = state[p], state[q]
+    a["step"], b["step"] = b["step"].detach(), a["step"].view(())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(drop, bring_back), (pass_on,), (set_to_zero, set_back), (exchange_aliases,)],
+    ids=lambda changes: changes[0].__name__,
+)
+@engines
+def test_a_count_that_somebody_holds_stays_as_it_was(changes, engine):
+    ours, theirs = stepped(fusedstep.Adam, changes, engine), stepped(torch.optim.Adam, changes)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, check_dtype=False)
+
+
+def test_a_state_dict_that_was_kept_keeps_its_counts():
+    params = parameters(3)
+    optimizer = fusedstep.AdamW(params)
+    optimizer.step()
+    before = optimizer.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(before))
+    optimizer.step()
+    assert [before["state"][i]["step"].item() for i in range(3)] == [1, 1, 1]

@@ -57,7 +57,7 @@ class Bucket:
         self._any_distributed, self._all_distributed = any(distributed), all(distributed)
         self.has_staged = False
         # of every row: a gradient of the kind that it was made for, or none
-        self._look_at_grads = watch.Look([watch.NOTHING] * len(rows), of_grads=True)
+        self._look_at_grads = _look_at_grads([watch.NOTHING] * len(rows))
         self.forget()
 
     def forget(self) -> None:
@@ -217,7 +217,7 @@ class Bucket:
         kinds = {i: self._kind_of_grad(i) for i in changed or ()}
         if changed is None or not self._is_settled or not self._look_at_grads.expect(kinds):
             kinds_of_all = [*map(self._kind_of_grad, range(len(self.rows)))]
-            self._look_at_grads = watch.Look(kinds_of_all, of_grads=True)
+            self._look_at_grads = _look_at_grads(kinds_of_all)
         self._is_settled, self._grads_are_noted = True, False
 
     def _kind_of_grad(self, i: int) -> watch.Kind:
@@ -275,6 +275,10 @@ class Bucket:
         for k, column in enumerate(tensors if self.engine.BY_ADDRESS else ()):
             self._cells[:, first + k] = [*map(Tensor.data_ptr, column)]
         self._workspaces = tensors
+
+
+def _look_at_grads(kinds: list[watch.Kind]) -> watch.Look:
+    return watch.Look(kinds, absent=ABSENT, changes_sign=True)
 
 
 def _standing_in(tensors: list[Tensor], copies: list[Tensor | None]) -> list[Tensor]:

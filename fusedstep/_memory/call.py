@@ -67,7 +67,7 @@ class Call:
         self.can_stay = not copies and not any(local(t) is not t for tensors in lists for t in tensors)
         if self.can_stay:
             tensors = [*chain.from_iterable(lists)]
-            self._count, self._look = len(tensors), watch.Look(watch.kinds_of(tensors))
+            self._count, self._look = len(tensors), watch.Look(watch.kinds_of(tensors), changes_sign=True)
             self._look(tensors)
 
     def _row(self, roles: tuple[Tensor, ...], job: Job) -> Row:

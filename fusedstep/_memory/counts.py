@@ -27,17 +27,14 @@ class Counts:
         self.views = [self.vector[i] for i in range(size)]
         has_memory = type(vector) is Tensor and not vector.is_meta and not is_traced()
         self._address = vector.data_ptr() if has_memory else None
-        self._identities = {id(view) for view in self.views}
         self._kind = watch.kind_of(self.views[0])
         # the same memory, if it is the host's: reading that waits for nothing
         self._on_host = self.vector.numpy() if has_memory and self.vector.is_cpu else None
         self.known = KnownSteps(self.vector)
+        # whether states have the views by now
+        self._are_held = False
         # counts that other processes see too, by row
         self._shared: dict[int, Tensor] = {}
-
-    def has(self, count: Any) -> bool:
-        """Whether this is the count of one of its rows."""
-        return id(count) in self._identities
 
     def has_moved(self) -> bool:
         """Whether the vector is elsewhere, as after it was sent to another process."""
@@ -61,6 +58,7 @@ class Counts:
         if not found:
             return
         self.known.check()
+        self._give_away([*found])
         self._write(found)
         traced = is_traced()
         for i, count in found.items():
@@ -71,6 +69,15 @@ class Counts:
                 self._shared[i], rows[i].once_kinds[name_of(rows[i])] = count, watch.kind_of(count)
             else:
                 rows[i].once[name_of(rows[i])] = self.views[i]
+
+    @torch.no_grad()
+    def _give_away(self, places: list[int]) -> None:
+        """Whoever holds what was the count of these rows keeps it as it is."""
+        if self._are_held and not is_traced():
+            counts = self.vector.clone()
+            for i in places:
+                self.views[i].data, self.views[i] = counts[i], self.vector[i]
+        self._are_held = True
 
     @torch.no_grad()
     def _write(self, counts: dict[int, Any]) -> None:
@@ -118,6 +125,18 @@ class Counts:
 
 def _is_on_host(count: Any) -> bool:
     return type(count) is Tensor and count.is_cpu
+
+
+def apart(count: Any) -> Any:
+    """A count that is about to be taken over, while others may be written: as a number, or a copy. Memory that
+    processes share stays what it is.
+    """
+    if not isinstance(count, Tensor) or is_traced():
+        return count
+    _check(count)
+    if _is_on_host(count):
+        return count if count.untyped_storage().is_shared() else float(count)
+    return count.clone()
 
 
 def _check(count: Any) -> None:

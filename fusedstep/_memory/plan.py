@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from .._algorithm.program import StepSpec
 from .._engines import FOUND, SKIP, SKIPPED, Amp, is_watched, to_device
@@ -81,7 +82,7 @@ class Plan:
             self._row(p, i, kept.get(id(p)), memory)
             for i, members in enumerate(self._members)
             for p in members
-            if p.grad is not None or p.requires_grad
+            if p.grad is not None or _expects_gradient(p)
         ]
         positions = {id(p): i for i, p in enumerate(everything)}
         for row in rows:
@@ -90,8 +91,8 @@ class Plan:
         rows = [row for row in rows if row.started or not self._watched]
         take_turns(rows, self._settings.workspace_bytes)
         offload.take_turns(rows)
-        # a frozen parameter has no row, and gets one with its first gradient
-        self._frozen = [p for p in params if p.grad is None and (self._watched or not p.requires_grad)]
+        # others have no row, and get one with their first gradient
+        self._frozen = [p for p in params if p.grad is None and (self._watched or not _expects_gradient(p))]
         names = [*COMMON, *optimizer.scalar_options]
         self.tables = make_tables(rows, self._options.numbers, names, self._settings)
 
@@ -211,7 +212,7 @@ class Plan:
             for (_, bucket), places in zip(changed, doubtful, strict=True)
         ]
         for (table, _), by_place in zip(changed, started, strict=True):
-            table.find_counts(by_place, self._is_counted_here)
+            table.find_counts(by_place)
         for (table, bucket), by_place, rows, places in zip(changed, started, made, doubtful, strict=True):
             table.adopt_counts(by_place, memory)
             for row in rows.values():
@@ -219,10 +220,6 @@ class Plan:
             bucket.settle(places)
         self._note_states(optimizer.state)
         return all(bucket.refresh() for _, bucket in changed)
-
-    def _is_counted_here(self, count: Any) -> bool:
-        """Whether it is a count of any row."""
-        return any(counts.has(count) for table in self.tables for counts in table.counters)
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
         made = make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
@@ -378,6 +375,11 @@ class Plan:
     def has_status(self) -> bool:
         """Whether there is anybody to decide whether a step is taken."""
         return self.has_rows or self._norm_group is not None
+
+
+def _expects_gradient(p: Tensor) -> bool:
+    """Not a frozen parameter, nor one of a lazy module, which has no shape yet."""
+    return p.requires_grad and not isinstance(p, UninitializedParameter)
 
 
 def _place(option: TensorOption) -> tuple[int, int]:

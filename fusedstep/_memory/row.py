@@ -17,7 +17,7 @@ from .._algorithm.program import EMA, ONLY_UPDATE, Program, Rule, StepSpec, comp
 from .._algorithm.step import GRAD, PARAM
 from .._engines.foreach.placed import decode
 from . import shards, watch
-from .layout import dense_strides, laid_like, lies_like, real_numel, row_strides
+from .layout import dense_strides, laid_like, lies_like, overlaps_itself, real_numel, row_strides
 from .offload import Home, home_of
 from .ranks import Ranks
 from .shards import local
@@ -206,7 +206,7 @@ class Row:
             memory.state.setdefault(self.param, self.state)
         self.kinds = [*map(watch.kind_of, self.local_tensors())]
         # a mistake of ours: an engine would write to address 0
-        assert not self.engine.BY_ADDRESS or all(kind.has_memory for kind in self.kinds)
+        assert not self.engine.BY_ADDRESS or all(kind.has_memory for kind in self.kinds), "no address"
 
     def keep_once(self, memory: Memory) -> None:
         """Have the optimizer remember what is kept once."""
@@ -367,6 +367,15 @@ def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
         raise RuntimeError(
             f"{owner} measures complex gradients by norm_type=2 only, but it is {spec.norm_type}"
         )
-    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
-        raise RuntimeError(f"{owner} cannot update an expanded parameter in place; use p.contiguous()")
+    if overlaps_itself(p):
+        raise RuntimeError(
+            f"{owner} cannot update a parameter in place whose elements share memory, such as an expanded one; "
+            "use p.contiguous()"
+        )
+    for t, what in ((p, "parameter"), (g, "gradient")):
+        if not watch.has_numbers(t):
+            raise RuntimeError(
+                f"{owner} found a {what} of shape {tuple(t.shape)} without memory: its storage was freed, or "
+                "it is lazy zeros, or was wrapped by torch.func; use a clone of what it stands for"
+            )
     shards.check(p, g, owner)

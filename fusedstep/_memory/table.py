@@ -38,7 +38,7 @@ from .._engines import (
 )
 from . import shards
 from .bucket import Bucket
-from .counts import Counts
+from .counts import Counts, apart
 from .offload import copies_of
 from .ranks import ReduceGroup, all_reduce_rows_
 from .row import Memory, Row, Settings
@@ -198,14 +198,14 @@ class Table:
     def rows(self) -> list[Row]:
         return [row for bucket in self.buckets for row in bucket.rows]
 
-    def find_counts(self, rows: dict[int, Row], is_counted_here: Callable[[Any], bool]) -> None:
-        """Note the counts that the states of these rows, by their places, hold now; another row's is read."""
+    def find_counts(self, rows: dict[int, Row]) -> None:
+        """Note the counts that the states of these rows, by their places, hold now."""
         for place, row in rows.items():
             counters = dict(zip(("step", *row.program.scalars), self.counters, strict=False))
             for name in row.program.kept_once:
                 count = row.state.get(name, 0.0)
                 is_own = count is counters[name].views[place]
-                row.once[name] = count.clone() if not is_own and is_counted_here(count) else count
+                row.once[name] = count if is_own else apart(count)
 
     def adopt_counts(self, rows: dict[int, Row], memory: Memory) -> None:
         """Have these rows, by their places, go on from the counts they have."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._engines import ABSENT, CHANGED, MOVED, OTHER, SAME, SOME_ABSENT, is_traced, is_watched, is_wrapper
+from .._engines import CHANGED, MOVED, OTHER, SAME, SOME_ABSENT, is_traced, is_watched, is_wrapper
 
 _is_neg, _type, _described_at = Tensor.is_neg, attrgetter("type"), attrgetter("described_at")
 
@@ -71,6 +71,19 @@ def _has_memory(t: Tensor) -> bool:
     return True
 
 
+def has_numbers(t: Tensor) -> bool:
+    """Whether there is memory where tensors with its attributes have theirs: not if that was freed, if `t` is a
+    lazy tensor of zeros, or one that torch.func has wrapped.
+    """
+    by_address = t.layout == torch.strided and t.device.type in ("cpu", "cuda") and not is_wrapper(t)
+    if not by_address or is_traced():
+        return True
+    try:
+        return t.data_ptr() != 0 or not t.numel()
+    except RuntimeError:
+        return False
+
+
 def _table() -> Any:
     # imported here, for it compiles, which `import fusedstep` need not
     from .._engines.cpu import dlpack
@@ -85,8 +98,8 @@ _MOST_KINDS = 4096
 
 def kind_of(t: Tensor) -> Kind:
     key = _attributes(t)
-    # one that is traced or transformed may seem to be what others are
-    if is_watched():
+    # one that is traced, transformed or without memory may seem to be what others are
+    if is_watched() or not has_numbers(t):
         return Kind(t)
     if key not in _kinds:
         if len(_kinds) >= _MOST_KINDS:
@@ -100,7 +113,7 @@ def kinds_of(tensors: list[Tensor]) -> list[Kind]:
     if not tensors:
         return []
     first = kind_of(tensors[0])
-    look = Look([first] * len(tensors), of_grads=True)
+    look = Look([first] * len(tensors))
     look(tensors)
     return [kind_of(t) if at == OTHER else first for t, at in zip(tensors, look.addresses, strict=True)]
 
@@ -123,12 +136,13 @@ NOTHING = _Nothing()
 class Look:
     """Looks at tensors of these kinds, in turn, and keeps their addresses."""
 
-    def __init__(self, kinds: list[Kind], of_grads: bool = False) -> None:
-        """Gradients may be absent."""
-        self._kinds, self._of_grads, self._absent = kinds, of_grads, ABSENT if of_grads else OTHER
+    def __init__(self, kinds: list[Kind], absent: int = OTHER, changes_sign: bool = False) -> None:
+        """What to note for None; and whether tensors may be negated lazily although they are where they were,
+        as autograd's gradients.
+        """
+        self._kinds, self._absent, self._changes_sign = kinds, absent, changes_sign
         # OTHER for one that is not of its kind, ABSENT for a gradient that is not there
         self.addresses = np.full(len(kinds), OTHER, np.int64)
-        self._has_looked = False
         table, self._compiled = _table(), None
         described_at: list[Any] = [*map(_described_at, kinds)]
         if table is not None and None not in described_at:
@@ -143,12 +157,8 @@ class Look:
         if self._compiled is None or None in described_at:
             return False
         for (i, kind), at in zip(kinds.items(), described_at, strict=True):
-            self._kinds[i], self._types[i], self._described_at[i], self.addresses[i] = (
-                kind,
-                kind.type,
-                at,
-                OTHER,
-            )
+            self._kinds[i], self._types[i] = kind, kind.type
+            self._described_at[i], self.addresses[i] = at, OTHER
         return True
 
     def __call__(self, tensors: list[Any]) -> int:
@@ -159,19 +169,17 @@ class Look:
             return self._in_python(tensors)
         told = self._compiled(tensors)
         found = told & ~SOME_ABSENT
-        # autograd negates some gradients lazily, by a bit that DLPack does not show, at any time; other tensors
-        # are as they were when they were noted, unless they have moved since
-        may_be_negated = self._of_grads or (found == MOVED and self._has_looked)
-        self._has_looked = True
-        if found != CHANGED and may_be_negated and self._finds_negated(tensors, told != found):
-            return CHANGED
+        if found != SAME or self._changes_sign:
+            # lazily negated by a bit that DLPack does not show
+            found = CHANGED if self._finds_negated(tensors, all_there=told in (SAME, MOVED)) else found
         return found
 
-    def _finds_negated(self, tensors: list[Any], some_absent: bool) -> bool:
-        there = [t for t in tensors if t is not None] if some_absent else tensors
+    def _finds_negated(self, tensors: list[Any], all_there: bool) -> bool:
+        there = tensors if all_there else [tensors[i] for i in np.flatnonzero(self.addresses >= 0).tolist()]
         if not any(map(_is_neg, there)):
             return False
-        self.addresses[[i for i, t in enumerate(tensors) if t is not None and t.is_neg()]] = OTHER
+        is_negated = [at >= 0 and t.is_neg() for at, t in zip(self.addresses.tolist(), tensors, strict=True)]
+        self.addresses[is_negated] = OTHER
         return True
 
     def _in_python(self, tensors: list[Any]) -> int:

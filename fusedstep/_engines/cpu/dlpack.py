@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sysconfig
 from collections.abc import Callable
 from typing import Any
 
@@ -91,10 +92,10 @@ class Table:
 
 @functools.cache
 def table() -> Table | None:
-    """None where torch, or what it takes to compile, has no such thing."""
+    """None where torch, or what it takes to compile, has no such thing, or Python has no lock to hold."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     try:
-        return None if capsule is None else Table(capsule)
+        return None if capsule is None or sysconfig.get_config_var("Py_GIL_DISABLED") else Table(capsule)
     except (AttributeError, OSError, RuntimeError, TypeError, ValueError):
         return None
 
