@@ -51,6 +51,8 @@ class Kept:
         kinds += chain.from_iterable([row.kinds[GRAD + 1 :] for row in rows])
         kinds += [row.once_kinds[name] for name in program.kept_once for row in rows]
         self._look = watch.Look(kinds)
+        # of rows that have just been made, or looked at in this step
+        self._look.sign_is_known = True
         self._look_at_others = watch.Look(watch.kinds_of(others))
         # of what is looked at, the first that is a count; and where counts are to be, as they are at first
         self._first_step = len(tensors)

@@ -141,6 +141,8 @@ class Look:
         as autograd's gradients.
         """
         self._kinds, self._absent, self._changes_sign = kinds, absent, changes_sign
+        # whether it was asked elsewhere, just before a first look, if they are negated
+        self.sign_is_known = False
         # OTHER for one that is not of its kind, ABSENT for a gradient that is not there
         self.addresses = np.full(len(kinds), OTHER, np.int64)
         table, self._compiled = _table(), None
@@ -169,7 +171,8 @@ class Look:
             return self._in_python(tensors)
         told = self._compiled(tensors)
         found = told & ~SOME_ABSENT
-        if found != SAME or self._changes_sign:
+        was_asked, self.sign_is_known = self.sign_is_known, False
+        if self._changes_sign or (found != SAME and not was_asked):
             # lazily negated by a bit that DLPack does not show
             found = CHANGED if self._finds_negated(tensors, all_there=told in (SAME, MOVED)) else found
         return found
