@@ -598,3 +598,21 @@ def test_a_parameter_of_a_lazy_module_is_left_out_until_it_has_a_shape():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert all(optimizer.state[p]["step"] > 0 for p in model.parameters())
+
+
+def test_an_option_is_brought_to_tables_that_stay_after_they_were_found_not_to_fit():
+    """As those of a captured step do, which raises until the other option is set back."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = fusedstep.SGD([{"params": [p]} for p in params], lr=0.5)
+    for p in params:
+        p.grad = torch.ones(3)
+    optimizer.step()
+    kept, (first, second) = optimizer._plan, optimizer.param_groups
+    first["lr"], second["max_grad_norm"] = 0.25, 1.0
+    assert not kept.refresh(optimizer, kept.spec)
+    second["max_grad_norm"] = None
+    assert kept.refresh(optimizer, kept.spec)
+    (table,) = kept.tables
+    assert table.options[:, table.option_columns["lr"]].tolist() == [0.25, 0.5]
+    optimizer.step()
+    assert [p.tolist() for p in params] == [[0.25] * 3, [0.0] * 3]

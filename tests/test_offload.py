@@ -795,7 +795,7 @@ def test_a_rate_that_is_a_tensor_is_read_once_whatever_the_number_of_buckets(dev
     monkeypatch.setattr(options, "to_device", lambda t, where: reads.append(where) or to_device(t, where))
     # as it is read of a GPU; of a CPU it is a number
     found._groups[0].tensors = [options.TensorOption(column, lr)]
-    found.upload(tables, [])
+    found.upload(tables)
     assert len(tables) == 6
     assert len(reads) == 1
     assert all(table.options[0, column] == 0.5 for table in tables)

@@ -83,6 +83,8 @@ class Options:
             for i, group in enumerate(groups)
         ]
         self.numbers = np.array([options.numbers for options in self._groups])
+        # groups whose numbers tables do not have yet
+        self._stale: set[int] = set()
 
     @property
     def clips(self) -> bool:
@@ -93,13 +95,17 @@ class Options:
     def has_host_tensors(self) -> bool:
         return any(options.has_host_tensors for options in self._groups)
 
+    @property
+    def is_stale(self) -> bool:
+        return bool(self._stale)
+
     def changed(self, groups: Sequence[dict[str, Any]]) -> dict[int, list[Any]]:
         """The options of groups, by their places, of which one may have changed."""
         values = [options.changed(group) for options, group in zip(self._groups, groups, strict=True)]
         return {i: now for i, now in enumerate(values) if now is not None}
 
-    def read_again(self, optimizer: Any, changed: dict[int, list[Any]]) -> list[int]:
-        """Read these; gives the groups whose numbers in tables are to be brought up to date."""
+    def read_again(self, optimizer: Any, changed: dict[int, list[Any]]) -> None:
+        """Read these, for the next `upload`."""
         numbers = {i: self._groups[i].changed_numbers(now, optimizer.columns) for i, now in changed.items()}
         read = {i: read_group(optimizer, i) for i, found in numbers.items() if found is None}
         # a number may be what stood for a tensor
@@ -111,17 +117,21 @@ class Options:
                 self._groups[i] = read[i]
             else:
                 self._groups[i].take(changed[i], found)
-        return stale
+        self._stale.update(stale)
 
     def replace(self, i: int, options: GroupOptions) -> GroupOptions:
-        """Have these for group `i`; gives those that it had."""
+        """Have these for group `i`, for the next `upload`; gives those that it had."""
         before, self._groups[i] = self._groups[i], options
+        if options.in_table() != before.in_table():
+            self._stale.add(i)
         return before
 
-    def upload(self, tables: Sequence[Any], stale: list[int]) -> None:
-        """Copy those of these groups to the tables, and what lives on a device itself."""
-        if stale:
+    def upload(self, tables: Sequence[Any]) -> None:
+        """Copy to the tables what they do not have yet, and what lives on a device itself."""
+        if self._stale:
+            stale = [*self._stale]
             self.numbers[stale] = [self._groups[i].numbers for i in stale]
+            self._stale.clear()
             for table in tables:
                 table.set_options(self.numbers)
         devices = {table.device for table in tables}

@@ -110,7 +110,7 @@ class Plan:
                 row.keep_once(memory)
             elif row.started:
                 row.commit(memory)
-        self._options.upload(self.tables, [])
+        self._options.upload(self.tables)
         self._note_states(optimizer.state)
         for bucket in self.buckets:
             bucket.start()
@@ -277,14 +277,14 @@ class Plan:
         if not group_scalars.are_placed(self._group_scalars, groups):
             return False
         changed = self._options.changed(groups)
-        if not changed:
+        if not changed and not self._options.is_stale:
             return True
         if any(optimizer.update_of(groups[i]) != self.updates[i] for i in changed):
             return False
-        stale = self._options.read_again(optimizer, changed)
+        self._options.read_again(optimizer, changed)
         if self._options.clips != self._settings.spec.clips:
             return False
-        self._options.upload(self.tables, stale)
+        self._options.upload(self.tables)
         return True
 
     def refresh_group(self, optimizer: Any, i: int) -> None:
@@ -307,7 +307,7 @@ class Plan:
         if problem is not None:
             self._options.replace(i, before)
             raise RuntimeError(f"a CUDA graph has captured step(), and {problem}")
-        self._options.upload(self.tables, [i] if found.in_table() != before.in_table() else [])
+        self._options.upload(self.tables)
 
     def check_capturable(self, optimizer: Any) -> None:
         """Raise where a replay would not do what a step does."""
