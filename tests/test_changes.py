@@ -616,3 +616,30 @@ def test_an_option_is_brought_to_tables_that_stay_after_they_were_found_not_to_f
     assert table.options[:, table.option_columns["lr"]].tolist() == [0.25, 0.5]
     optimizer.step()
     assert [p.tolist() for p in params] == [[0.25] * 3, [0.0] * 3]
+
+
+def test_a_state_without_memory_is_refused(engine):
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusedstep.AdamW([p], engine=engine)
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    before = p.detach().clone()
+    optimizer.state[p]["exp_avg"].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="state 'exp_avg' of parameter has no memory"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_a_count_that_is_given_away_in_inference_mode_is_a_usual_tensor():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusedstep.AdamW([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    held = optimizer.state[p]["step"]
+    with torch.inference_mode():
+        optimizer.state[p]["step"] = torch.tensor(5.0)
+        optimizer.step()
+    assert held == 1
+    assert optimizer.state[p]["step"] == 6
+    assert not held.is_inference()

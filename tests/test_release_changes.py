@@ -124,3 +124,15 @@ def test_a_handle_that_was_used_holds_no_parameter():
     del twins
     gc.collect()
     assert not any(p() is not None for p in params)
+
+
+def test_counts_that_processes_share_stay_shared():
+    twins = Twins(adamw, bucket_bytes=0)
+    twins.step(2)
+    p = twins.models[0][0].weight
+    count = twins.a.state[p]["step"].clone().share_memory_()
+    twins.a.state[p] = {**twins.a.state[p], "step": count}
+    twins.step(2)
+    assert count == 4
+    assert twins.a.state[p]["step"] is count
+    twins.check()

@@ -63,13 +63,14 @@ class Counts:
         traced = is_traced()
         for i, count in found.items():
             self._shared.pop(i, None)
-            # in memory that other processes see too; all of a GPU could be
-            if not traced and _is_on_host(count) and count.untyped_storage().is_shared():
+            if not traced and is_shared(count):
                 _check_shared(count, rows[i])
                 self._shared[i], rows[i].once_kinds[name_of(rows[i])] = count, watch.kind_of(count)
             else:
                 rows[i].once[name_of(rows[i])] = self.views[i]
 
+    # what is given away is no inference tensor either
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _give_away(self, places: list[int]) -> None:
         """Whoever holds what was the count of these rows keeps it as it is."""
@@ -127,6 +128,11 @@ def _is_on_host(count: Any) -> bool:
     return type(count) is Tensor and count.is_cpu
 
 
+def is_shared(count: Any) -> bool:
+    """Whether a count is in memory of the host that other processes see, too; all of a GPU could be."""
+    return _is_on_host(count) and count.untyped_storage().is_shared()
+
+
 def apart(count: Any) -> Any:
     """A count that is about to be taken over, while others may be written: as a number, or a copy. Memory that
     processes share stays what it is.
@@ -134,9 +140,9 @@ def apart(count: Any) -> Any:
     if not isinstance(count, Tensor) or is_traced():
         return count
     _check(count)
-    if _is_on_host(count):
-        return count if count.untyped_storage().is_shared() else float(count)
-    return count.clone()
+    if is_shared(count):
+        return count
+    return float(count) if _is_on_host(count) else count.clone()
 
 
 def _check(count: Any) -> None:

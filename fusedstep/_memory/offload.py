@@ -103,14 +103,16 @@ def take_turns(rows: Sequence[Row]) -> None:
 
 def _filled(rows: list[Row]) -> list[tuple[list[Row], int]]:
     """The rows of every turn, and their bytes."""
-    found: list[tuple[list[Row], int]] = []
+    members: list[Row] = []
+    found, taken = [], 0
     for row in rows:
         size = shards.largest_part(row.param) * row.param.element_size()
-        if not found or found[-1][1] + size > BUCKET_BYTES:
-            found.append(([], 0))
-        members, taken = found[-1]
-        found[-1] = [*members, row], taken + size
-    return found
+        if members and taken + size > BUCKET_BYTES:
+            found.append((members, taken))
+            members, taken = [], 0
+        members.append(row)
+        taken += size
+    return [*found, (members, taken)]
 
 
 def _small_ones_at_the_ends(turns: list[tuple[list[Row], int]]) -> list[list[Row]]:

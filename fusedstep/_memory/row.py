@@ -367,7 +367,7 @@ def _check(p: Tensor, g: Tensor, settings: Settings) -> None:
         raise RuntimeError(
             f"{owner} measures complex gradients by norm_type=2 only, but it is {spec.norm_type}"
         )
-    if overlaps_itself(p):
+    if not p.is_contiguous() and overlaps_itself(p):
         raise RuntimeError(
             f"{owner} cannot update a parameter in place whose elements share memory, such as an expanded one; "
             "use p.contiguous()"

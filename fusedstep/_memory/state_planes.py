@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._algorithm.formats import Plane
 from .._algorithm.program import EMA
-from . import shards
+from . import shards, watch
 from .layout import dense_strides, laid_like
 from .offload import Home
 from .storage import plane_shape
@@ -57,6 +57,11 @@ def check_state(found: Any, p: Tensor, plane: Plane, param_name: str | None) -> 
         raise TypeError(
             f"state {name!r} of {owner.removeprefix('its ')} is {found.dtype}, not floating-point; load a "
             "matching checkpoint"
+        )
+    if not watch.has_numbers(shards.local(found)):
+        raise RuntimeError(
+            f"state {name!r} of {owner.removeprefix('its ')} has no memory: its storage was freed; load a "
+            "checkpoint or delete optimizer.state[p]"
         )
     if not shards.lies_alike(found, p):
         raise RuntimeError(

@@ -28,7 +28,7 @@ class Kind:
 
     def __init__(self, t: Tensor) -> None:
         self.type: type | None = type(t)
-        self._attributes, self.has_memory = _attributes(t), _has_memory(t)
+        self._attributes, self.has_memory = _attributes(t), _is_of_memory(t) and _address(t) != OTHER
         table = _table()
         # DLPack does not tell whether numbers are negated or conjugated lazily
         can_be = table is not None and self.has_memory and not t.is_complex() and not t.is_neg()
@@ -40,14 +40,7 @@ class Kind:
         """The address of a tensor, 0 if its kind has none; OTHER if it is of another kind."""
         if not isinstance(t, Tensor) or _attributes(t) != self._attributes:
             return OTHER
-        if not self.has_memory:
-            return 0
-        try:
-            found = t.data_ptr()
-        except RuntimeError:  # transformed, and of the same attributes
-            return OTHER
-        # one that has lost its memory, or never had any, such as a lazy tensor of zeros
-        return found if found or not t.numel() else OTHER
+        return _address(t) if self.has_memory else 0
 
     def __call__(self, t: Any) -> bool:
         """Whether a tensor is of this kind."""
@@ -60,28 +53,27 @@ def _attributes(t: Tensor) -> tuple:
     return type(t), t.dtype, t.device, t.shape, t.stride(), t.is_conj(), t.is_neg()
 
 
-def _has_memory(t: Tensor) -> bool:
-    """Whether a tensor has memory of its own: not one on meta, of a subclass, or that is traced."""
-    if t.layout != torch.strided or t.is_meta or is_wrapper(t) or is_traced():
-        return False
+def _address(t: Tensor) -> int:
+    """Where its memory is; OTHER if it has none: it was freed, or `t` is a lazy tensor of zeros, was wrapped by
+    torch.func, or is of a device without addresses.
+    """
     try:
-        t.data_ptr()
-    except RuntimeError:  # of a device without addresses
-        return False
-    return True
+        found = t.data_ptr()
+    except RuntimeError:
+        return OTHER
+    return found if found or not t.numel() else OTHER
+
+
+def _is_of_memory(t: Tensor) -> bool:
+    """Whether tensors with its attributes have memory of their own: not those of subclasses, or in a trace."""
+    return t.layout == torch.strided and not t.is_meta and not is_wrapper(t) and not is_traced()
 
 
 def has_numbers(t: Tensor) -> bool:
-    """Whether there is memory where tensors with its attributes have theirs: not if that was freed, if `t` is a
-    lazy tensor of zeros, or one that torch.func has wrapped.
-    """
-    by_address = t.layout == torch.strided and t.device.type in ("cpu", "cuda") and not is_wrapper(t)
-    if not by_address or is_traced():
+    """False for a tensor that lacks the memory which others with its attributes have."""
+    if is_wrapper(t) or _address(t) != OTHER:
         return True
-    try:
-        return t.data_ptr() != 0 or not t.numel()
-    except RuntimeError:
-        return False
+    return not _is_of_memory(t) or t.device.type not in ("cpu", "cuda")
 
 
 def _table() -> Any:
@@ -137,11 +129,11 @@ class Look:
     """Looks at tensors of these kinds, in turn, and keeps their addresses."""
 
     def __init__(self, kinds: list[Kind], absent: int = OTHER, changes_sign: bool = False) -> None:
-        """What to note for None; and whether tensors may be negated lazily although they are where they were,
-        as autograd's gradients.
+        """`absent` is noted for None. If a tensor `changes_sign`, it may be negated lazily where it lies, as
+        autograd negates some gradients.
         """
         self._kinds, self._absent, self._changes_sign = kinds, absent, changes_sign
-        # whether it was asked elsewhere, just before a first look, if they are negated
+        # whether somebody has asked, just before the next look, which of them are negated
         self.sign_is_known = False
         # OTHER for one that is not of its kind, ABSENT for a gradient that is not there
         self.addresses = np.full(len(kinds), OTHER, np.int64)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._algorithm.program import StepSpec
 from .._engines import Amp, is_capturing, is_traced
+from .._memory.counts import is_shared
 from .._memory.part import Part
 from .._memory.shards import local, size_here
 from .compiling import outside_of_graphs
@@ -210,7 +211,7 @@ class Release:
         names = {"step", *(name for rule in optimizer.rules for name in rule.scalars)}
         for state in [state for p, state in states.items() if state is not self._states.get(p)]:
             for name in names & state.keys():
-                if isinstance(state[name], Tensor):
+                if isinstance(state[name], Tensor) and not is_shared(state[name]):
                     state[name] = state[name].clone()
 
     def _step(self, optimizer: Any, members: list[_Member]) -> None:
