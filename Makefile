@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.15.0
+BESIDE := PYTHONPATH=.venv/integrations XDG_CACHE_HOME=$(CURDIR)/.venv/integrations/cache
 
 .PHONY: demo test test-torch test-integrations lint bench docs docs-look package clean
 
@@ -18,7 +19,7 @@ test-torch: .venv-torch-$(TORCH)/ready
 
 # our optimizers in other people's trainers, with the versions in requirements-integrations.txt
 test-integrations: .venv/integrations/ready
-	PYTHONPATH=.venv/integrations $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+	$(BESIDE) $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -58,11 +59,13 @@ docs-look: .venv/docs
 	touch $@
 
 # nothing is resolved, so nothing can replace torch; and in a folder of their own, where other tests do not see them:
-# with torchvision there, Lightning imports it, which fails beside a CPU build of torch
+# with torchvision there, Lightning imports it, which fails beside a CPU build of torch. yapf fills a cache when it is
+# first imported, and the file is empty for a moment: here, so that no two tests do it at once
 .venv/integrations/ready: .venv/ready requirements-integrations.txt
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
 		-r requirements-integrations.txt
+	$(BESIDE) $(BIN)/python -c 'import yapf'
 	touch $@
 
 .venv/docs: .venv/ready

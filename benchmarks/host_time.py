@@ -1,11 +1,14 @@
-"""Where the host time of one AdamW step over 400 tensors goes, on a GPU, ours and torch's in turn, and Lamb's.
+"""Where the host time of one AdamW step over 400 tensors goes, ours and torch's in turn, and Lamb's.
 
-    python benchmarks/host_time.py
+    python benchmarks/host_time.py [cuda | cpu]
 
-Every sample starts after a synchronisation and ends when the call returns. The parts are timed alone, in
-blocks of their own, so they are warmer than inside a step and add up to less than it.
+On a CPU the update itself is counted, too. Every sample starts after a synchronisation and ends when the call
+returns. The parts are timed alone, in blocks of their own, so they are warmer than inside a step and add up to
+less than it.
 """
 
+import platform
+import sys
 import time
 
 import torch
@@ -14,9 +17,11 @@ import fusedstep
 from fusedstep._engines import Amp
 from fusedstep.cli.shapes import MODELS
 
+DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+
 
 def optimizer(cls, shapes, **options):
-    params = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
     made = cls(params, **options)
@@ -35,9 +40,9 @@ def main() -> None:
     parts = {
         "our step": ours.step,
         "  has anything changed": lambda: plan.refresh(ours, plan.spec),
-        "  first launch: scalars": lambda: table.executable.prepare(0, Amp()),
-        "  second launch: the update": lambda: table.executable.sweep(0, skips=False),
-        "  version counters": lambda: [block.count_writes(plan.spec) for block in table.blocks],
+        "  scalars": lambda: table.executable.prepare(0, Amp()),
+        "  the update": lambda: table.executable.sweep(0, skips=False),
+        "  version counters": lambda: [bucket.count_writes(plan.spec) for bucket in table.buckets],
         "torch fused step": theirs.step,
         "our Lamb step, bert-large": lamb.step,
     }
@@ -45,12 +50,14 @@ def main() -> None:
     for _ in range(30):
         for name, part in parts.items():
             for i in range(11):
-                torch.cuda.synchronize()
+                if DEVICE.type == "cuda":
+                    torch.cuda.synchronize()
                 begin = time.perf_counter()
                 part()
                 if i > 2:  # the first warm up
                     samples[name].append(1e6 * (time.perf_counter() - begin))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds")
+    name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else platform.processor()
+    print(f"{name}, torch {torch.__version__}, microseconds")
     for name, times in samples.items():
         times.sort()
         p10, median, p90 = (times[len(times) * k // 10] for k in (1, 5, 9))

@@ -58,9 +58,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def aliases(params: list[Tensor]) -> list[nn.Parameter]:
-    """The same memory, with gradients and hooks of their own."""
-    return [nn.Parameter(p) for p in params]
+def own(params: list[Tensor]) -> list[nn.Parameter]:
+    """Copies, which no other contender writes to."""
+    return [nn.Parameter(p.clone()) for p in params]
 
 
 def pinned(like: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -92,7 +92,7 @@ class Contender:
 
 
 def ours(params: list[Tensor], options: dict[str, Any]) -> Contender:
-    those = aliases(params)
+    those = own(params)
     optimizer = fusedstep.AdamW(those, lr=1e-5, offload="cpu", **options)
     return Contender(those, optimizer.step, predicted(optimizer).at_rest)
 
@@ -124,7 +124,7 @@ class WithCopies:
 
 def contenders(work: str, params: list[Tensor]) -> dict[str, Contender]:
     found = {name: ours(params, options) for name, options in OURS[work].items()}
-    those = aliases(params)
+    those = own(params)
     found["torch fused and copies"] = Contender(those, WithCopies(those, work == "master").step)
     if work == "master" or not GPU:
         return found
@@ -133,7 +133,7 @@ def contenders(work: str, params: list[Tensor]) -> dict[str, Contender]:
     except ImportError as error:
         print(f"torchao is left out: {error}", file=sys.stderr)
         return found
-    those = aliases(params)
+    those = own(params)
     found["torchao"] = Contender(those, CPUOffloadOptimizer(those, torch.optim.AdamW, lr=1e-5).step)
     return found
 
@@ -141,19 +141,18 @@ def contenders(work: str, params: list[Tensor]) -> dict[str, Contender]:
 # bounds
 
 
-def copy_seconds(params: list[Tensor], grads: list[Tensor], brings_params: bool) -> float:
-    """Gradients down and parameters up at once; with parameters on their way down as well, as ours are."""
+def copy_seconds(params: list[Tensor], grads: list[Tensor]) -> float:
+    """Gradients down and parameters up at once."""
     down, up = (torch.cuda.Stream(), torch.cuda.Stream()) if GPU else (None, None)
     there, host = pinned(grads), pinned(params)
+    # what is on the device stays
+    params = [torch.empty_like(p) for p in params]
     synchronize()
     found = []
     for _ in range(4):
         begin = time.perf_counter()
         with torch.cuda.stream(down):
             copy(there, grads)
-            if brings_params:
-                # the same bytes once more
-                copy(there, grads)
         with torch.cuda.stream(up):
             copy(params, host)
         synchronize()
@@ -194,20 +193,14 @@ def measure(work: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str, 
     dtype = torch.float32 if work == "fp32" else torch.bfloat16
     params = [torch.randn(shape, device=DEVICE).mul_(0.02).to(dtype) for shape in shapes]
     grads = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-    kept = [p.clone() for p in params]
     size = sum(p.numel() for p in params)
     bytes_of_params = size * dtype.itemsize
     row: dict[str, Any] = {"work": work, "what": WORKS[work], "elements": size}
-    row["copies_ms"] = 1e3 * copy_seconds(params, grads, brings_params=False)
-    row["copies_with_parameters_down_ms"] = 1e3 * copy_seconds(params, grads, brings_params=True)
+    row["copies_ms"] = 1e3 * copy_seconds(params, grads)
     row["host_gb_per_s"] = host_bandwidth(min(bytes_of_params, 1 << 30)) / 1e9
-    # the copies have written zeros, or worse
-    for p, value in zip(params, kept, strict=True):
-        p.copy_(value)
-    del kept
     started = time.perf_counter()
     each = contenders(work, params)
-    handing_over = Contender(aliases(params), lambda: None)
+    handing_over = Contender(own(params), lambda: None)
     found: dict[str, list[float]] = {name: [] for name in each}
     alone = []
     for i in range(rounds + 2):
@@ -230,7 +223,7 @@ def measure(work: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str, 
             host = moved(work, OURS[work][name]) * size / row["host_gb_per_s"] / 1e6
             told |= {"host_bound_ms": host, "predicted_bytes": each[name].expected}
         if name in OURS[work] and GPU:
-            # parameters are shared: those of others are not there
+            # all but its own parameters
             beside = torch.cuda.memory_allocated() - bytes_of_params
             told["peak_bytes"] = peak_of(each[name], grads, beside)
         row["contenders"][name] = told

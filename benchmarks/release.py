@@ -151,8 +151,8 @@ def tables(result: dict[str, Any]) -> str:
     """A result in Markdown."""
     device = result["device"].removeprefix("NVIDIA ")
     lines = [
-        f"Layers of Llama 8B's shapes, {result['memory'][0]['parameters'] / 1e9:.1f} billion parameters of",
-        f'bfloat16, `AdamW(state_dtype="int8", master="split8")`, the peak of an iteration on one {device}:',
+        f"On one {device}. Layers of Llama 8B's shapes, {result['memory'][0]['parameters'] / 1e9:.1f} billion",
+        'bfloat16 parameters, `AdamW(state_dtype="int8", master="split8")`, the peak of an iteration:',
         "",
         "| gradients | bytes a parameter, measured | predicted | off by |",
         "|---|---|---|---|",
@@ -168,8 +168,7 @@ def tables(result: dict[str, Any]) -> str:
     alone = found["ms"]["forward + backward"]["median"]
     lines += [
         "",
-        f"BERT large, {found['parameters'] / 1e6:.0f} million parameters of bfloat16, {batch} x {length}",
-        "tokens:",
+        f"BERT large, {found['parameters'] / 1e6:.0f} million bfloat16 parameters, {batch} x {length} tokens:",
         "",
         "| an iteration | ms | to the first |",
         "|---|---|---|",

@@ -24,6 +24,7 @@ def page():
     strict = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
     environment = jinja2.Environment(loader=loader, **strict)
     gpu, cpu = results.rows("cuda"), results.rows("cpu")
+    at_scale = ("at_scale.json", results.load("at_scale.json")["gpu"])
     context = {
         "device": results.load(results.files("cuda")[0])["device"].removeprefix("NVIDIA "),
         "model": selection.MODEL,
@@ -38,8 +39,8 @@ def page():
         "gpu_loops": {row["loop"]: row for row in selection.loops("host-cuda")},
         "cpu_loops": {row["loop"]: row for row in selection.loops("host-cpu")},
         "cold": {name: results.load(name) for name in results.files("cold")},
-        "cpu": [row for row in cpu if row.others],
-        "sources": [source for kind in results.KINDS for source in results.sources(kind)],
+        "cpu": [selection.marked(row) for row in cpu if row.others],
+        "sources": [source for kind in results.KINDS for source in results.sources(kind)] + [at_scale],
     }
     words = {
         "ms": ms,
@@ -67,7 +68,7 @@ def others(row):
 
 def commit(facts):
     """Short, as git shows it."""
-    found = facts.get("commit", "")
+    found = facts.get("commit", "not recorded")
     return found[:7] if len(found) == 40 else found
 
 

@@ -12,13 +12,13 @@ from ._torch.optimizer import Optimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, with one pass over gradients less for the optimizers of fusedstep.
+    """`torch.amp.GradScaler`, with one pass less over gradients for the optimizers of fusedstep.
 
     torch's reads and writes all gradients to find out whether one overflowed, even for optimizers that unscale
     them themselves. With this one the step finds out, in the pass that also measures the norm for clipping, and
     nothing waits for the device, whatever the optimizer's `fused` is. The price: `p.grad` stays scaled, unless
-    `unscale_()` was called before the step. All else is torch's, and so is everything with any other optimizer,
-    but that it follows what other ranks of a `norm_group` have found.
+    `unscale_()` was called before the step. An overflow on another rank of a `norm_group` counts, too.
+    Everything else is torch's, and so is everything with other optimizers.
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.ones(2))
@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             del ours.grad_scale, ours.found_inf
         if finds_out or optimizer.norm_group is not None:
-            # also where `unscale_` has looked: other ranks may have found what it did not find here
+            # even after `unscale_`: other ranks may have found an overflow that it could not see here
             self._take_over(optimizer, state)
         state["stage"] = OptState.STEPPED
         return result

@@ -1,4 +1,4 @@
-"""Whether an optimizer does on every engine what its rule says: `check_rule`."""
+"""`check_rule`: whether an optimizer does what its rule says on every engine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 
 from . import _engines
 from ._algorithm.language import Value
-from ._algorithm.step import keywords
+from ._algorithm.step import called, keywords
+from ._torch.declaration import COMMON_ARGUMENTS
 from .rules import Optimizer, Rule
 
 # tensors of one element, a few, and more than an engine works on at once
 _SHAPES = ((), (7,), (3, 5), (40, 30))
-# of what is computed in float64, and of what is computed in float32 and compared with float64
+# allowed errors of results in float64 and in float32, both against float64
 _LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
-# arguments that change what is done before and after the rule
+# arguments that change what a step does around its rule
 _AROUND = ("max_grad_norm", "skip_nonfinite", "ema_decay", "state_dtype", "master", "rounding")
 
 
 class Numbers(Value):
-    """A number of each element of some tensors, in float64: words compute at once instead of being noted."""
+    """A number of each element of some tensors, in float64: words compute at once instead of being recorded."""
 
     __slots__ = ("lengths", "numbers")
 
@@ -70,10 +71,10 @@ _WORDS = {
 
 
 def _summed(op: str, args: list[Any], lengths: np.ndarray) -> np.ndarray:
-    """Sums over tensors, and of those of all, once for every element."""
+    """Sums over each tensor, or over all of them, repeated for every element."""
     ends = np.cumsum(lengths)
     if op == "all_total":
-        # every tensor has its own sum at each of its elements
+        # each element holds the sum of its tensor: take one of every tensor
         return np.broadcast_to(args[0][ends - 1].sum(), ends[-1])
     numbers, kind = np.broadcast_to(args[0], ends[-1]) * 1.0, args[1]
     found = (np.add if kind == "sum" else np.maximum).reduceat(numbers, ends - lengths)
@@ -81,7 +82,7 @@ def _summed(op: str, args: list[Any], lengths: np.ndarray) -> np.ndarray:
 
 
 class Plain:
-    """Steps of a rule as its text says it, in float64, without an engine."""
+    """Steps of a rule called with float64 numbers, without an engine."""
 
     def __init__(self, rule: Rule, params: Sequence[Tensor]) -> None:
         self.rule, self.count = rule, 0
@@ -97,7 +98,7 @@ class Plain:
         found = self.rule(of(self.p), of(_flat(grads)), *map(of, self.kept), **by_keyword)
         numbers = [x.numbers if isinstance(x, Numbers) else np.full(len(self.p), float(x)) for x in found]
         self.p, self.kept = numbers[0] * 1.0, [x * 1.0 for x in numbers[1:]]
-        # what is kept once for a tensor is kept as a step count is
+        # scalars of a tensor have the dtype of step counts
         first = len(self.rule.states)
         for k in range(first, first + len(self.rule.scalars)):
             self.kept[k] = torch.from_numpy(self.kept[k]).to(torch.get_default_dtype()).double().numpy()
@@ -126,6 +127,8 @@ class Report(NamedTuple):
     name: str
     steps: int
     rows: tuple[Row, ...]
+    # options that no rule takes: forgotten, or read by the class itself
+    unused: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return len(self.rows) > 0 and all(row.is_right for row in self.rows)
@@ -136,38 +139,47 @@ class Report(NamedTuple):
             where = f"{row.engine} on {row.device}"
             verdict = "ok" if row.is_right else f"WRONG, {_LIMITS[row.dtype]:g} is allowed"
             lines.append(f"  {where:<18} {row.dtype!s:<14} off by {row.error:.1e}   {verdict}")
+        if self.unused:
+            lines.append(f"  no rule takes {', '.join(self.unused)}; right only if the class reads it itself")
         return "\n".join(lines)
 
 
 def check_rule(cls: type[Optimizer], steps: int = 20, engine: str | None = None, **options: Any) -> Report:
     """Step an optimizer on every engine that this machine has, or on one, and compare with what its rule says.
 
-    The reference is the text of the rule, called with numbers in float64 instead of being compiled, for random
-    parameters and gradients and with these `options`. In float64 every element must agree; in float32, where a
-    rounding may turn a sign, nine of ten.
+    The reference is the rule itself, called with float64 numbers instead of being compiled, on random
+    parameters and gradients and with these `options`. In float64 every element must agree; in float32, where
+    rounding may flip a sign, nine of ten.
 
     >>> import fusedstep
     >>> report = fusedstep.check_rule(fusedstep.Lion, lr=0.01, weight_decay=0.1)
     >>> bool(report)
     True
     """
+    if not isinstance(cls, type) or not issubclass(cls, Optimizer) or not hasattr(cls, "rules"):
+        found = f"the rule {called(cls.update)}" if isinstance(cls, Rule) else repr(cls)
+        raise TypeError(
+            f"check_rule was given {found}; give it the class that has the rule, which says what its options "
+            "are: check_rule(fusedstep.Lion), for example"
+        )
     if engine is not None and engine not in _engines.NAMES:
         raise ValueError(f"Invalid engine: {engine!r}; use one of {_engines.NAMES}, or None")
     around = [name for name in _AROUND if options.get(name) is not None]
     if around:
         raise ValueError(
-            f"{around} change what a step does around its rule, which alone is checked; leave them out"
+            f"{around} change what a step does around its rule, and only the rule is checked; leave them out"
         )
     if any(rule.stages for rule in cls.rules):
         raise TypeError(
-            f"{cls.__name__} has work on whole tensors done between its sweeps, which the text of a rule does "
-            "not say; compare it with a reference of your own"
+            f"{cls.__name__} has stages between its sweeps, and the text of a rule does not say what they do; "
+            "compare it with a reference of your own"
         )
     rows = []
     for name, device in _engines_here():
         for dtype in _LIMITS if engine in (None, name) else ():
             rows.append(Row(name, device, dtype, _error(cls, steps, options, name, device, dtype)))
-    return Report(cls.__name__, steps, tuple(rows))
+    unused = (name for name in cls.all_options if name not in {*cls.options, *COMMON_ARGUMENTS})
+    return Report(cls.__name__, steps, tuple(rows), tuple(unused))
 
 
 def _engines_here() -> list[tuple[str, str]]:
@@ -182,7 +194,7 @@ def _error(
     random = torch.Generator().manual_seed(0)
     draw = lambda: [torch.randn(shape, generator=random, dtype=torch.float64) for shape in _SHAPES]
     params = [torch.nn.Parameter(t.to(device, dtype)) for t in draw()]
-    # some limit the norm of gradients if nothing is said
+    # some classes limit the norm of gradients by default
     optimizer: Any = cls(params, engine=engine, **{"max_grad_norm": None, **options})  # type: ignore[call-arg]
     group = optimizer.param_groups[0]
     plain = Plain(optimizer.rule_of(group), params)
@@ -197,7 +209,7 @@ def _error(
         raise ValueError(
             f"{cls.__name__} leads to NaN or inf already in plain Python; check it with other options"
         )
-    # a rounding may turn a sign: what counts are most elements
+    # rounding may flip a sign: most elements count
     apart = np.abs(ours - expected)
     apart = np.nan_to_num(apart, nan=np.inf)
     largest = max(1.0, float(np.abs(expected).max()))
@@ -205,7 +217,7 @@ def _error(
 
 
 def _numbers(optimizer: Any, group: dict[str, Any]) -> dict[str, float]:
-    """All that a rule takes of a group, by the names that it takes them by."""
+    """The numbers that a rule takes from a group, by its names for them."""
     found: dict[str, float] = {}
     for name, parts in optimizer.options.items():
         value = optimizer.number(name, optimizer.option(group, name))

@@ -1,4 +1,4 @@
-"""Updates without an optimizer: the tensors are handed over at every call, and nothing keeps them alive."""
+"""Updates without an optimizer: every call is given its tensors, and nothing keeps them alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._algorithm.step import StepSpec
 from ._engines import NAMES as NAMES_OF_ENGINES
 from ._memory.call import Job, Lists, call
 from ._memory.options import COMMON
-from ._memory.row import Settings, Update
+from ._memory.settings import Settings, Update
 from ._memory.shards import local
 from ._memory.storage import real_dtype
 from .optimizers.adam import adamw, adamw_amsgrad
@@ -62,16 +62,16 @@ def adamw_(
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         p &\leftarrow p - \frac{\gamma}{1 - \beta_1^t}\, \frac{m}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    All arithmetic is done in float32, that of the scalars too. It can be traced by `torch.compile`; there, the
-    numbers are constants, and another one compiles anew.
+    All arithmetic is done in float32, that of the scalars too. `torch.compile` can trace it; the numbers are
+    then constants, and another number compiles again.
 
     Args:
         params: float32, float16 or bfloat16, of any strides
-        grads: each of its parameter's shape; the dtype may be another of these
+        grads: each of its parameter's shape; the dtype may be another of the three
         exp_avgs, exp_avg_sqs: :math:`m` and :math:`v`, in the parameter's dtype or float32
-        max_exp_avg_sqs: the largest :math:`v` so far, of any of these dtypes; touched only if `amsgrad`
-        step: :math:`t`, the number of this update, from 1; an integer or a tensor of one, which is only read
-            and never waited for
+        max_exp_avg_sqs: the largest :math:`v` so far, of any of the three dtypes; used only if `amsgrad`
+        step: :math:`t`, the number of this update, from 1; an integer, or a one-element tensor, which is only
+            read, and never waited for
         lr, beta1, beta2, weight_decay, eps: :math:`\gamma, \beta_1, \beta_2, \lambda, \epsilon`, numbers
         amsgrad: divide by the largest :math:`v` so far
         maximize: ascend instead of descend
@@ -107,7 +107,7 @@ def _update(
     maximize: bool,
     engine: str | None = None,
 ) -> None:
-    """`adamw_` of tensors that errors call by these names, with the numbers that it names."""
+    """`adamw_` of tensors that errors call by `names`, with its numbers in `named`."""
     values = [_number(name, value) for name, value in named.items()]
     count = _count(step)
     _check_step(count, lists[0][:1])
@@ -166,7 +166,7 @@ def _adamw(
 def _apply_rule(
     rule: Rule, lists: Lists, names: Sequence[str], step: Tensor | int, named: dict[str, Any]
 ) -> None:
-    """One update of tensors that errors call by these names, in place, as `adamw_` is one."""
+    """One update by a rule, in place, like `adamw_`; errors call the tensors by `names`."""
     count = _count(step)
     _check_step(count, lists[0][:1])
     _step(rule, lists, names, count, {name: _number(name, value) for name, value in named.items()}, None)
@@ -210,7 +210,7 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or an iterable of them; those without a gradient are left out
         max_norm: :math:`c`; 0 leaves nothing of the gradients, unlike an optimizer's `max_grad_norm=0`
-        norm_type: 2 or inf; any other takes operations for each gradient, and so does `error_if_nonfinite`
+        norm_type: 2 or inf; others need operations for each gradient, and so does `error_if_nonfinite`
         error_if_nonfinite: raise if the norm is no finite number, which waits for the device
 
     Returns the norm before clipping, a tensor of no dimensions.
@@ -229,7 +229,7 @@ def clip_grad_norm_(
     # torch takes the word "inf" too
     norm_type = float(norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-    # a gradient counts once
+    # a shared gradient counts once
     by_grad = {id(p.grad): p for p in parameters if p.grad is not None}
     grads: list[Any] = [p.grad for p in by_grad.values()]
     if not grads:
@@ -257,7 +257,7 @@ def _can_clip(grads: list[Tensor], max_norm: Any, norm_type: float) -> bool:
 
 @torch.no_grad()
 def _clip(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Clip them, in place; the norm before."""
+    """Clip gradients in place; returns their norm before."""
     settings = Settings("functional.clip_grad_norm_", counts=False, spec=StepSpec(norm_type, clips=True))
     options = {**_NO_OPTIONS, "max_grad_norm": float(max_norm), "clip_eps": 1e-6}
     key, job = ("clip", norm_type, len(grads), grads[0].shape), Job(Update(_scaled), settings, options)
@@ -312,10 +312,10 @@ def _check_step(step: Tensor, params: list[Tensor]) -> None:
 
 
 def _check_lists(lists: Sequence[Sequence[Tensor]], names: Sequence[str]) -> None:
-    """Raise where these are not what `adamw_` takes, naming the one that is wrong."""
+    """Raise if these are not what `adamw_` takes, and name the tensor that is wrong."""
     if len({*map(len, lists)}) != 1:
         found = ", ".join(f"{len(x)} {name}" for name, x in zip(_NAMES, lists, strict=False))
-        raise ValueError(f"found {found}; give as many of each")
+        raise ValueError(f"found {found}; give the same number of each")
     for i, roles in enumerate(zip(*lists, strict=True)):
         for k, t in enumerate(roles):
             _check_tensor(names[k].format(i), k, t, roles[0])
@@ -326,7 +326,7 @@ def _check_lists(lists: Sequence[Sequence[Tensor]], names: Sequence[str]) -> Non
 
 
 def _check_tensor(where: str, role: int, t: Any, p: Tensor) -> None:
-    """`role`: of parameter, gradient, two moments, largest second moment."""
+    """`role` counts parameter, gradient, two moments, largest second moment."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{where} is a {type(t).__name__}; use a tensor")
     if t.layout != torch.strided:

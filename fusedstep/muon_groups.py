@@ -9,10 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# layers that look numbers up or tell classes apart: their rows are no directions of a space
+from ._memory.storage import IN_GROUPS
+from ._torch.arguments import check_spelling
+from .optimizers.muon import Muon
+
+# layers that look up or classify: their rows are no directions of a space
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _HEADS = ("*lm_head*", "*head", "*classifier", "*score", "*output_layer", "*output_projection", "*embed_out")
-# factors of low rank: what is orthogonal is to be their product
+# factors of low rank: their product should be orthogonal, not they
 _FACTORS = ("*lora_*",)
 _ADAMW: Mapping[str, Any] = MappingProxyType(
     {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -22,7 +26,7 @@ Predicate = Callable[[str, Tensor], bool]
 
 
 class MuonGroups(list):
-    """Groups for `fusedstep.Muon`; printed, they tell which parameters went where."""
+    """Groups for `fusedstep.Muon`; print them to see which parameters went where."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], reasons: Mapping[str, str]) -> None:
         super().__init__(groups)
@@ -46,15 +50,15 @@ def muon_groups(
     leaves: Iterable[str] = (),
     **options: Any,
 ) -> MuonGroups:
-    """The parameters of a model in groups of one `fusedstep.Muon`: hidden matrices, and what AdamW steps.
+    """The parameters of a model in groups for one `fusedstep.Muon`: hidden matrices, and those for AdamW.
 
-    AdamW gets vectors, embeddings, what is tied to one, heads by their usual names, and factors of low rank as
-    LoRA has them. A tensor of three dimensions is a batch of matrices, as of experts; of more, a convolution.
+    AdamW gets vectors, embeddings, parameters tied to one, heads by their usual names, and factors of low rank
+    such as LoRA's. A tensor of three dimensions is a batch of matrices, as of experts; of more, a convolution.
 
     Args:
         model: the model
         adamw: options of the groups that AdamW steps, `lr` above all; vectors are not decayed
-        takes: decides instead, given name and parameter, whether Muon steps a tensor of two dimensions or more
+        takes: given name and parameter, decides instead whether Muon steps a tensor of two dimensions or more
         leaves: patterns for names of further parameters that Muon leaves to AdamW, `"*gate*"` for example
         options: options of the groups that Muon steps
 
@@ -67,6 +71,10 @@ def muon_groups(
     1.bias    AdamW  (4,)  a vector
     >>> optimizer = fusedstep.Muon(groups)
     """
+    if not isinstance(model, nn.Module) or not isinstance(adamw, Mapping):
+        found = f"model={type(model).__name__}, adamw={type(adamw).__name__}"
+        raise TypeError(f"muon_groups() was given {found}; use the whole model, and a dict of options")
+    check_spelling("muon_groups()", (*options, *adamw), (*Muon.all_options, *IN_GROUPS))
     embeddings = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters(False)}
     of_adamw = {**_ADAMW, **adamw, "use_muon": False}
     groups: dict[str, dict[str, Any]] = {

@@ -8,17 +8,18 @@ import inspect
 from typing import Any
 
 from . import optimizers
+from ._torch.arguments import check_names
 from .rules import Optimizer
 
-# by names as configuration files have them
+# by their names in configuration files
 CLASSES: dict[str, type[Optimizer]] = {name.lower(): getattr(optimizers, name) for name in optimizers.__all__}
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "inf": float("inf"), "-inf": float("-inf")}
 
 
 def by_name(name: str, **options: Any) -> Any:
-    """The class of this name, however it is written; with `options`, one that has these already.
+    """The class of this name, however it is written; with `options`, a partial of it that has these.
 
-    Options may be strings, as some configuration files and command lines have them: numbers, tuples of them,
+    Options may be strings, as in some configuration files and on command lines: numbers, tuples of them,
     `true`, `false`, `none`.
 
     >>> import torch, fusedstep
@@ -35,14 +36,12 @@ def by_name(name: str, **options: Any) -> Any:
     if not options:
         return cls
     _, *taken = inspect.signature(cls).parameters
-    unknown = [option for option in options if option not in taken]
-    if unknown:
-        raise TypeError(f"{cls.__name__} takes no {unknown}; it takes {taken}")
+    check_names(cls.__name__, options, taken)
     return functools.partial(cls, **{option: _understood(value) for option, value in options.items()})
 
 
 def _understood(value: Any) -> Any:
-    """What a string stands for; itself, if it is a word of its own."""
+    """The value that a string stands for; the string itself if it is no literal."""
     if not isinstance(value, str):
         return value
     if value.strip().lower() in _WORDS:
@@ -54,11 +53,11 @@ def _understood(value: Any) -> Any:
 
 
 def register_with_timm(prefix: str = "fused") -> list[str]:
-    """Have `timm.optim.create_optimizer_v2(model, opt="fusedlion")` make ours; returns all names.
+    """Have `timm.optim.create_optimizer_v2(model, opt="fusedlion")` make our optimizers; returns their names.
 
-    Call it once, before timm makes an optimizer. What is before an underscore timm takes for a wrapper, so a
-    prefix has none. timm hands over what a class takes of `eps`, `momentum` and `betas`, and always a weight
-    decay: Rprop, which has none, is left out, and Muon, which takes matrices only.
+    Call it once, before timm makes an optimizer. The prefix must have no underscore: timm takes what is before
+    one for a wrapper. timm passes `eps`, `momentum` and `betas` to classes that take them, and weight decay to
+    all: Rprop, which takes none, and Muon, which takes only matrices, are left out.
     """
     from timm.optim import OptimInfo
     from timm.optim._optim_factory import default_registry

@@ -28,7 +28,7 @@ from rich.progress import track
 
 from fusedstep import npu, optimizers
 from fusedstep._algorithm import language, program, step
-from fusedstep._memory import row
+from fusedstep._memory import needs
 from fusedstep.cli.combinations import FEATURES, Case, Place
 from fusedstep.cli.judging import complaints
 from fusedstep.cli.subjects import SUBJECTS
@@ -106,7 +106,7 @@ def forget():
     """Rules are traced once; what engines keep belongs to programs, which differ if rules do."""
     program.compile_step.cache_clear()
     program._sums_of.cache_clear()
-    row.program_of.cache_clear()
+    needs.program_of.cache_clear()
 
 
 def _case(subject, dtype="float64", **levels):

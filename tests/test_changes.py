@@ -1,5 +1,6 @@
 """Whatever happens between two steps: parameters, gradients, states, groups and options move or change."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -643,3 +644,87 @@ def test_a_count_that_is_given_away_in_inference_mode_is_a_usual_tensor():
     assert held == 1
     assert optimizer.state[p]["step"] == 6
     assert not held.is_inference()
+
+
+class MadeWhenAsked(torch.nn.Parameter):
+    """Its gradient is another tensor whenever it is asked for."""
+
+    @property
+    def grad(self):
+        found = torch.Tensor.grad.__get__(self)
+        return None if found is None else found * 1.0
+
+    @grad.setter
+    def grad(self, value):
+        torch.Tensor.grad.__set__(self, value)
+
+
+class AnotherGradient(torch.overrides.TorchFunctionMode):
+    """The same of every tensor, while it is active."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return found * 1.0 if func == torch.Tensor.grad.__get__ and found is not None else found
+
+
+@pytest.mark.parametrize("way", ["of a property", "of a mode"])
+def test_gradients_that_are_made_when_they_are_asked_for_live_until_the_step_ends(way, engine):
+    cls, mode = (MadeWhenAsked, contextlib.nullcontext) if way == "of a property" else (None, AnotherGradient)
+    params = [(cls or torch.nn.Parameter)(torch.ones(300)) for _ in range(20)]
+    optimizer = fusedstep.SGD(params, lr=0.1, engine=engine)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones(300)
+        with mode():
+            optimizer.step()
+    assert all(torch.equal(p.detach(), params[0].detach()) for p in params)
+    torch.testing.assert_close(params[0].detach(), torch.full((300,), 0.7))
+
+
+def test_no_gradient_is_kept_after_a_step(engine):
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusedstep.AdamW([p], engine=engine)
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        held = weakref.ref(p.grad)
+        optimizer.step()
+        p.grad = None
+        assert held() is None
+
+
+def test_a_subclass_that_gets_a_torch_function_later_is_asked_through_it():
+    class Late(torch.nn.Parameter):
+        pass
+
+    def threefold(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return found * 3 if func == torch.Tensor.grad.__get__ and found is not None else found
+
+    p = Late(torch.ones(3))
+    optimizer = fusedstep.SGD([p], lr=0.1, engine="torch")
+    p.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(p.detach().tolist(), [0.9] * 3)
+    Late.__torch_function__ = classmethod(threefold)
+    optimizer.step()
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.testing.assert_close(p.detach().tolist(), [0.6] * 3)
+
+
+def test_a_parameter_that_gets_another_shape_is_counted_anew(engine):
+    def stepped(keeps_plan):
+        p = torch.nn.Parameter(torch.ones(2))
+        optimizer = fusedstep.StableAdamW([p], lr=0.1, engine=engine)
+        p.grad = torch.ones(2)
+        optimizer.step()
+        p.grad, p.data = None, torch.ones(1000)
+        del optimizer.state[p]
+        if not keeps_plan:
+            optimizer._plan = None
+        for factor in (1.0, 7.0):
+            p.grad = torch.full((1000,), factor)
+            optimizer.step()
+        return p.detach()
+
+    assert torch.equal(stepped(True), stepped(False))

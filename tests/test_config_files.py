@@ -129,5 +129,5 @@ def test_a_state_of_a_wrong_shape_names_its_parameter(engine):
     saved.step()
     optimizer = fusedstep.AdamW(large.named_parameters(), engine=engine)
     optimizer.load_state_dict(saved.state_dict())
-    with pytest.raises(RuntimeError, match=r"'exp_avg' has shape \(3, 2\).*parameter 'weight' \(3, 4\)"):
+    with pytest.raises(RuntimeError, match=r"'exp_avg' has shape \(3, 2\).*parameter 'weight' has \(3, 4\)"):
         optimizer.step()

@@ -986,7 +986,7 @@ def copied_stages():
     # another group is another step, for all ranks at once
     stages.ours.norm_group = None
     stages.ours.step()
-    assert stages.ours._plan._settings.norm_ranks is None
+    assert stages.ours._plan.settings.norm_ranks is None
 
 
 def test_a_copy_talks_to_the_same_ranks(two):
@@ -1244,7 +1244,7 @@ def distributed_otherwise(stepped):
     ):
         params[1].grad = None
         params[1].grad = wrong
-        with pytest.raises(RuntimeError, match=f"distributed otherwise than its parameter: .*{advice}"):
+        with pytest.raises(RuntimeError, match=f"is not distributed as its parameter is: .*{advice}"):
             optimizer.step()
     found = [whole(t) for p in params for t in (p, *optimizer.state[p].values())]
     assert all(map(torch.equal, found, kept))

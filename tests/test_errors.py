@@ -49,6 +49,98 @@ def test_a_sparse_gradient_in_the_third_group_stops_the_step_before_it_starts(ca
     assert all((p != q).any() for p, q in zip(params, before[0], strict=True))
 
 
+DAMAGES = [
+    ({}, ["exp_avg"], "exp_avg"),
+    ({}, ["exp_avg_sq"], "exp_avg_sq"),
+    ({}, ["step"], "step"),
+    ({"amsgrad": True}, ["exp_avg_sq"], "exp_avg_sq"),
+    ({"state_dtype": "int8"}, ["exp_avg_scales"], "exp_avg_scales"),
+    ({"state_dtype": "int8"}, ["exp_avg_sq_codes"], "exp_avg_sq"),
+]
+
+
+@pytest.mark.parametrize("way", ["loaded", "deleted"])
+@pytest.mark.parametrize(("options", "lost", "named"), DAMAGES, ids=str)
+def test_a_state_that_is_not_all_there_is_refused_as_by_torch(options, lost, named, way, engine):
+    """Beside moments that begin anew, the others would make steps of any size."""
+    p = torch.nn.Parameter(torch.randn(64, 64))
+    optimizer = fusedstep.AdamW([p], engine=engine, **options)
+    p.grad = torch.randn(64, 64)
+    optimizer.step()
+    if way == "loaded":
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        for name in lost:
+            del checkpoint["state"][0][name]
+        optimizer.load_state_dict(checkpoint)
+    else:
+        for name in lost:
+            del optimizer.state[p][name]
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=rf"without \['{named}'\], which it updates at every step"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    optimizer.state.clear()
+    optimizer.step()
+    assert not torch.equal(p, before)
+
+
+def test_a_state_that_is_none_is_not_there():
+    p = torch.nn.Parameter(torch.randn(5))
+    optimizer = fusedstep.AdamW([p])
+    p.grad = torch.randn(5)
+    optimizer.step()
+    optimizer.state[p]["exp_avg_sq"] = None
+    with pytest.raises(RuntimeError, match=r"without \['exp_avg_sq'\]"):
+        optimizer.step()
+
+
+def test_an_average_may_be_all_that_is_kept(engine):
+    """The moments begin anew, and the average goes on."""
+    p = torch.nn.Parameter(torch.randn(5))
+    optimizer = fusedstep.AdamW([p], ema_decay=0.9, engine=engine)
+    p.grad = torch.randn(5)
+    for _ in range(3):
+        optimizer.step()
+    average = optimizer.state[p]["ema"].clone()
+    optimizer.state[p] = {"ema": optimizer.state[p]["ema"]}
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+    torch.testing.assert_close(optimizer.state[p]["ema"], 0.9 * average + 0.1 * p.detach())
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adadelta"])
+def test_a_count_that_no_rule_asks_for_may_be_missing(name):
+    p = torch.nn.Parameter(torch.randn(5))
+    optimizer = getattr(fusedstep, name)([p])
+    p.grad = torch.randn(5)
+    optimizer.step()
+    del optimizer.state[p]["step"]
+    optimizer.step()
+
+
+def test_a_state_of_a_parameter_without_a_gradient_can_wait(engine):
+    p, q = (torch.nn.Parameter(torch.randn(5)) for _ in range(2))
+    optimizer = fusedstep.AdamW([p, q], engine=engine)
+    optimizer.state[q] = {"exp_avg_sq": torch.zeros(5), "step": torch.tensor(1.0)}
+    before = p.detach().clone()
+    p.grad = torch.randn(5)
+    optimizer.step()
+    assert not torch.equal(p, before)
+    q.grad = torch.randn(5)
+    with pytest.raises(RuntimeError, match=r"without \['exp_avg'\]"):
+        optimizer.step()
+
+
+def test_an_option_of_later_may_add_a_state():
+    p = torch.nn.Parameter(torch.randn(5))
+    optimizer = fusedstep.AdamW([p])
+    p.grad = torch.randn(5)
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.step()
+    assert "max_exp_avg_sq" in optimizer.state[p]
+
+
 @cases
 def test_running_out_of_memory_while_state_is_created_leaves_all_as_it_was(case, engine, monkeypatch):
     params, optimizer = three_groups(case, engine)
@@ -238,3 +330,67 @@ def test_a_word_counts_only_where_words_are_asked_for(option, value):
 def test_a_limit_that_is_no_number_is_refused(limit):
     with pytest.raises(ValueError, match="Invalid max_grad_norm"):
         fusedstep.AdamW([torch.nn.Parameter(torch.ones(2))], max_grad_norm=limit)
+
+
+WRONG = [
+    (
+        {"lrr": 1},
+        TypeError,
+        r"unexpected keyword argument 'lrr'; did you mean 'lr'\? It takes params, lr, betas",
+    ),
+    ({"nothing_like_it": 1}, TypeError, "unexpected keyword argument 'nothing_like_it'; It takes params"),
+    ({"lr": "1e-3"}, TypeError, "AdamW was given lr='1e-3'; use a number"),
+    ({"betas": ("a", 0.9)}, TypeError, r"betas=\('a', 0.9\); use 2 numbers"),
+    ({"maximize": "no"}, TypeError, "maximize='no'; use True or False"),
+    ({"statistics": "all"}, TypeError, "statistics='all'; use True or False"),
+    ({"max_grad_norm": torch.ones(2)}, ValueError, "Invalid max_grad_norm"),
+    ({"ema_decay": torch.ones(2)}, ValueError, "Invalid ema_decay"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG, ids=lambda x: str(x)[:40])
+def test_a_constructor_says_which_argument_is_wrong_and_what_it_takes(options, error, message):
+    with pytest.raises(error, match=message):
+        fusedstep.AdamW([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+def test_too_many_or_too_few_arguments_name_the_class():
+    with pytest.raises(TypeError, match=r"AdamW.__init__\(\): too many positional arguments"):
+        fusedstep.AdamW([torch.nn.Parameter(torch.ones(3))], *range(30))
+    with pytest.raises(TypeError, match=r"AdamW.__init__\(\): missing a required argument: 'params'"):
+        fusedstep.AdamW()
+
+
+def test_a_group_says_which_option_is_wrong():
+    group = {"params": [torch.nn.Parameter(torch.ones(3))], "eps": "1e-8"}
+    with pytest.raises(TypeError, match="eps='1e-8'; use a number"):
+        fusedstep.AdamW([group])
+
+
+def test_a_models_state_dict_is_no_checkpoint_of_an_optimizer():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(KeyError, match=r"begins with .*weight"):
+        fusedstep.AdamW(model.parameters()).load_state_dict(model.state_dict())
+
+
+def test_a_gradient_of_another_layout_is_named():
+    p = torch.nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+    optimizer = fusedstep.SGD([p])
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"layout torch.jagged, which is not dense"):
+        optimizer.step()
+
+
+def test_groups_for_muon_take_its_options_only():
+    model = torch.nn.Linear(2, 2)
+    for wrong in ({"lrr": 1}, {"adamw": {"lrr": 1}}):
+        with pytest.raises(TypeError, match=r"'lrr'; did you mean 'lr'\?"):
+            fusedstep.muon_groups(model, **wrong)
+    for wrong, named in ((model.parameters(), "model=generator"), (None, "model=NoneType")):
+        with pytest.raises(TypeError, match=f"{named}.*use the whole model"):
+            fusedstep.muon_groups(wrong)
+    with pytest.raises(TypeError, match="adamw=int"):
+        fusedstep.muon_groups(model, adamw=3)
+    # entries of one's own, and of schedulers
+    groups = fusedstep.muon_groups(model, initial_lr=0.1, lr_scale=2.0)
+    assert groups[0]["lr_scale"] == 2.0

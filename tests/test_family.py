@@ -168,7 +168,7 @@ rows = pytest.mark.parametrize(
 def test_there_is_a_row_of_every_class():
     # matrices are compared in test_muon.py
     assert {cls.__name__ for cls, _ in ROWS} == {*fusedstep.optimizers.__all__} - {"Muon"}
-    with pytest.raises(TypeError, match="Muon has work on whole tensors done between its sweeps"):
+    with pytest.raises(TypeError, match="Muon has stages between its sweeps"):
         fusedstep.check_rule(fusedstep.Muon)
 
 
@@ -220,7 +220,7 @@ def test_names_are_found_however_they_are_written():
     assert fusedstep.by_name("schedule_free_adamw") is fusedstep.ScheduleFreeAdamW
     with pytest.raises(ValueError, match="there is no optimizer 'soap'; there are ADOPT"):
         fusedstep.by_name("soap")
-    with pytest.raises(TypeError, match=r"Lion takes no \['momentum'\]; it takes \['lr', 'betas'"):
+    with pytest.raises(TypeError, match=r"Lion got .* 'momentum'; It takes lr, betas"):
         fusedstep.by_name("lion", momentum=0.9)
 
 
@@ -366,7 +366,7 @@ def test_a_tensor_that_lost_what_it_keeps_is_refused_and_nothing_written():
     p, other = stepped(fusedstep.NAdam)
     other.load_state_dict(saved)
     before = p.detach().clone()
-    with pytest.raises(RuntimeError, match=r"without \['mu_product'\], which goes on from step to step"):
+    with pytest.raises(RuntimeError, match=r"without \['mu_product'\], which it updates at every step"):
         other.step()
     assert torch.equal(p, before)
 

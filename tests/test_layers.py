@@ -79,8 +79,9 @@ def test_what_is_computed_needs_the_standard_library_only(path):
 
 
 # the only files that may call by address: what llvmlite compiled, OpenMP's entry point; what is compiled calls
-# libm, and in dlpack.py CPython's C interface and torch's table for DLPack
+# libm, in two files CPython's C interface, and in dlpack.py torch's table for DLPack
 CALLS_BY_ADDRESS = "_engines/cpu/"
+CALLS_CPYTHON = {"_engines/cpu/dlpack.py", "_engines/cpu/objects.py"}
 # ways to read or write memory that Python does not offer
 RAW_MEMORY = {
     "from_address",
@@ -106,7 +107,7 @@ def test_no_memory_is_read_or_written_by_address(path):
     assert not tops & {"struct", "cffi", "mmap", "_ctypes"}
     assert "ctypes" not in tops or name_of(path).startswith(CALLS_BY_ADDRESS)
     # objects are handed to what we compiled, as to any extension module
-    refused = RAW_MEMORY - ({"py_object"} if name_of(path) == "_engines/cpu/dlpack.py" else set())
+    refused = RAW_MEMORY - ({"py_object"} if name_of(path) in CALLS_CPYTHON else set())
     for node in nodes(path):
         used = getattr(node, "attr", None) or getattr(node, "id", None)
         assert used not in refused, f"{name_of(path)}:{node.lineno} uses {used}"
@@ -150,7 +151,7 @@ PRIVATE = {
     "torch._C._functorch": "whether a transformation such as vmap is",
     "torch._C._get_dispatch_mode": "whether operations are traced",
     "torch._C._TorchDispatchModeKey": "the same",
-    "torch._ops._len_torch_dispatch_stack_pre_dispatch": "whether torch.export is shown them",
+    "torch._C._dispatch_tls_is_dispatch_key_included": "whether torch.export is shown them",
     "torch._subclasses.fake_tensor.FakeTensor": "tensors without numbers",
     "torch._disable_dynamo": "torch.compile steps as torch.optim's optimizers do, outside of its graphs",
     "torch.autograd._profiler_enabled": "whether step() is to be seen in a profile",

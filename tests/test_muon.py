@@ -1,21 +1,26 @@
 """Muon: against torch's own, the definition in float64, singular values, and one process."""
 
+import contextlib
 import copy
 import pickle
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedstep
 from fusedstep.cli import references
 from fusedstep.rules import NewtonSchulz, Stage, mix, named_coefficients, rule, staged
-from fusedstep.stages import newton_schulz
+from fusedstep.stages import newton_schulz, products
 from tests import ranks
+from tests.conftest import HAS_GPU, HAS_TRITON
 from tests.numerics import judge
 from tests.pairs import whole
 
@@ -101,16 +106,22 @@ def test_fifty_steps_on_a_gpu_are_as_close_to_float64_as_torchs(dtype, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(512, 512), (640, 2048), (2048, 640), (1000, 1048), (768, 768)], ids=str)
-@pytest.mark.parametrize("condition", [1.0, 1e3, 1e6])
-def test_large_matrices_are_closer_to_float64_than_torchs(shape, condition):
-    x = matrix(shape, condition).cuda().bfloat16()
+@pytest.mark.parametrize("steps", [5, 8])
+@pytest.mark.parametrize(
+    "shape",
+    [(512, 512), (640, 2048), (1000, 1048), (768, 768), (1024, 2048), (2048, 1024), (1030, 2060)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["random", "1e3", "1e6", "rank one", "rank eight", "one large"])
+def test_large_matrices_are_closer_to_float64_than_torchs(shape, kind, steps):
+    x = spread(shape, kind).cuda().bfloat16()
     p = nn.Parameter(torch.zeros(shape, device="cuda"))
     q = nn.Parameter(torch.zeros(shape, device="cuda"))
-    right = references.orthogonalized(x.double(), KELLER)
+    right = references.orthogonalized(x.double(), KELLER[:1] * steps)
     for param, cls in ((p, fusedstep.Muon), (q, torch.optim.Muon)):
         param.grad = x.float()
-        cls([param], lr=1.0, momentum=0.0, adjust_lr_fn="original", weight_decay=0.0).step()
+        options = {"momentum": 0.0, "adjust_lr_fn": "original", "weight_decay": 0.0, "ns_steps": steps}
+        cls([param], lr=1.0, **options).step()
     scale = max(1, shape[0] / shape[1]) ** 0.5
     ours, theirs = ((-t.detach().double() / scale - right).norm() / right.norm() for t in (p, q))
     assert ours < theirs, (ours, theirs)
@@ -521,7 +532,7 @@ def test_shards_of_four_ranks_some_of_them_empty_are_stepped_as_by_one(four):
 def test_shards_along_columns_are_put_together_on_every_rank(two):
     check_shards(two, [Shard(1)], (2,), {})
     for error in two.call(step_shards, [Shard(1)], (2,), {"normalize_rows": 0.9}):
-        assert "normalises rows, which must be whole" in str(error)
+        assert "normalises whole rows" in str(error)
 
 
 def step_replicas(options):
@@ -654,24 +665,258 @@ def test_a_step_waits_for_nothing_and_its_work_is_replayed():
     assert len(replays._graphs) == 2
 
 
-@pytest.mark.gpu
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def of_kernels(request, monkeypatch):
+    """Where our kernels run: in Triton's interpreter where there is no GPU."""
+    if not HAS_TRITON or (request.param == "cpu" and HAS_GPU):
+        pytest.skip("the interpreter takes the place of a GPU, and both need Triton")
+    if request.param == "cpu":
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return request.param
+
+
+SHAPES_OF_PRODUCTS = [(1, 200, 64), (2, 128, 64)] + [
+    pytest.param(shape, marks=pytest.mark.gpu) for shape in [(2, 512, 1024), (3, 640, 576), (2, 1000, 1048)]
+]
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(2, 512, 1024), (3, 640, 576), (2, 1000, 1048), (2, 128, 64)], ids=str)
-def test_a_symmetric_product_is_what_two_factors_give(shape, transposed):
+@pytest.mark.parametrize("shape", SHAPES_OF_PRODUCTS, ids=str)
+@pytest.mark.parametrize("factors", [(), (0.5,), (0.5, -3.0)], ids=str)
+def test_a_product_is_what_two_factors_and_addends_give(shape, transposed, factors, of_kernels):
     from fusedstep.stages import kernels
 
     count, n, depth = shape
     depth = -(-depth // 64) * 64 if transposed else depth
-    x = torch.randn((count, depth, n) if transposed else (count, n, depth), device="cuda").half()
-    addend = torch.randn(count, n, n, device="cuda").half()
-    addend = addend + addend.mT
+    x = torch.randn((count, depth, n) if transposed else (count, n, depth), device=of_kernels).half()
+    addends = [torch.randn(count, n, n, device=of_kernels).half() for _ in factors]
+    plus = [(factor, addend + addend.mT) for factor, addend in zip(factors, addends, strict=True)]
     assert kernels.takes(x, x, transposed)
-    out = torch.full((count, n, n), torch.nan, device="cuda", dtype=torch.float16)
-    kernels.multiply(x, x, addend, out, 0.01, 0.5, 2.0, transposed)
     left = (x.mT if transposed else x).double()
-    right = 0.01 * left @ left.mT + 0.5 * addend.double() + 2 * torch.eye(n, device="cuda")
+    right = 0.01 * left @ left.mT + sum(factor * addend.double() for factor, addend in plus)
+    out = torch.full((count, n, n), torch.nan, device=of_kernels, dtype=torch.float16)
+    kernels.multiply(x, x, plus, out, 0.01, transposed)
     assert torch.equal(out, out.mT)
     torch.testing.assert_close(out.double(), right, rtol=2**-10, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_matrices_are_scaled_each_by_its_factor(count, of_kernels):
+    from fusedstep.stages import kernels
+
+    x, factors = torch.randn(count, 50, 70, device=of_kernels).bfloat16(), torch.randn(count, device=of_kernels)
+    out = torch.full(x.shape, torch.nan, device=of_kernels, dtype=torch.float16)
+    kernels.scale(x, factors, out)
+    right = x.double() * factors.double()[:, None, None]
+    torch.testing.assert_close(out.double(), right, rtol=2**-10, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_more_matrices_than_a_grid_has_rows_are_scaled():
+    from fusedstep.stages import kernels
+
+    x, factors = torch.randn(70_000, 3, 3, device="cuda").bfloat16(), torch.randn(70_000, device="cuda")
+    out = torch.full(x.shape, torch.nan, device="cuda", dtype=torch.float16)
+    kernels.scale(x, factors, out)
+    right = x.double() * factors.double()[:, None, None]
+    torch.testing.assert_close(out.double(), right, rtol=2**-10, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [200, 128, 64])
+def test_products_of_factors_that_do_not_commute_are_symmetric_to_the_last_bit(n, of_kernels):
+    """Rounded polynomials of one matrix: which of two entries is computed must not matter to anybody."""
+    from fusedstep.stages import kernels
+
+    g = torch.randn(2, n, n, device=of_kernels, dtype=torch.float64)
+    g = g @ g.mT / n
+    a, b = (3 * g - g @ g).half(), (g @ g @ g - 2 * g).half()
+    exact = a.double() @ b.double().mT
+    assert not torch.equal(exact.half(), exact.half().mT)
+    out = torch.full_like(a, torch.nan)
+    kernels.multiply(a, b, (), out, 1.0, False)
+    assert torch.equal(out, out.mT)
+    torch.testing.assert_close(out.double().tril(), exact.tril(), rtol=2**-10, atol=1e-3)
+
+
+def rounded_once(c, a, b, *, beta=1.0, alpha=1.0, out=None):
+    """torch.baddbmm as tensor cores do it: added up in float32."""
+    exact = alpha * (a.float() @ b.float())
+    exact = exact + beta * c.float() if beta else exact
+    return exact.to(a.dtype) if out is None else out.copy_(exact)
+
+
+class Kernels:
+    """What our kernels compute, on any device."""
+
+    def takes(self, a, b, transposed):
+        return True
+
+    def multiply(self, a, b, plus, out, alpha, transposed):
+        a, b = (a.mT.float(), b.mT.float()) if transposed else (a.float(), b.float())
+        exact = alpha * (a @ b.mT) + sum(factor * addend.float() for factor, addend in plus)
+        out.copy_(exact.tril() + exact.tril(-1).mT)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch, "baddbmm", rounded_once)
+    monkeypatch.setattr(products, "kernels_for", lambda x: Kernels())
+    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(newton_schulz, "_GRAM", 1)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("steps", [1, 3, 5, 8])
+@pytest.mark.parametrize("kind", ["random", "1e3", "1e6", "rank one", "rank eight", "one large"])
+def test_the_gram_form_is_more_precise_in_16_bits_than_torchs(kind, steps):
+    shape = (384, 768) if steps % 2 else (768, 384)
+    x = spread(shape, kind).bfloat16()
+    right = references.orthogonalized(x.double(), KELLER[:1] * steps)
+    theirs = torchs_orthogonal(x, KELLER[:1] * steps)
+    out = torch.full((2, *shape), torch.nan, dtype=torch.float16)
+    assert newton_schulz._is_gram(out)
+    newton_schulz.orthogonalize(torch.stack([x, x]), out, KELLER[:1] * steps, 1e-7)
+    assert torch.equal(out[0], out[1])
+    ours, theirs = ((t.double() - right).norm() / right.norm() for t in (out[0], theirs))
+    assert ours < theirs
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("others", [0.1, 0.03, 0.0207, 0.0169, 0.01, 0.003])
+@pytest.mark.parametrize(("name", "steps"), [("keller", 5), ("polar_express", 5), ("polar_express", 8)])
+def test_one_direction_that_all_rows_share_is_no_trouble_in_16_bits(name, steps, others):
+    """Of such a matrix all entries of a diagonal are rounded alike, and no size averages that away."""
+    n, m = 256, 400
+    ones = torch.ones(n) / n**0.5
+    ones[0] -= 1
+    u = torch.eye(n) - 2 * torch.outer(ones, ones) / ones.dot(ones)
+    v = torch.linalg.qr(torch.randn(m, n, generator=torch.Generator().manual_seed(1)))[0]
+    sizes = torch.full((n,), others)
+    sizes[0] = 1
+    x = ((u * sizes) @ v.T).bfloat16()
+    coefficients = named_coefficients(name, steps)
+    right = references.orthogonalized(x.double(), coefficients)
+    out = torch.full((1, n, m), torch.nan, dtype=torch.float16)
+    assert newton_schulz._is_gram(out)
+    newton_schulz.orthogonalize(x[None], out, coefficients, 1e-7)
+    ours, theirs = ((t.double() - right).norm() for t in (out[0], torchs_orthogonal(x, coefficients)))
+    assert ours < max(theirs, 0.02 * right.norm())
+    assert torch.linalg.matrix_norm(out[0].double() - right, 2) < 0.3
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("others", [0.0, 0.01])
+@pytest.mark.parametrize("large", [1, 2, 10])
+@pytest.mark.parametrize("name", ["keller", "polar_express"])
+def test_a_few_large_rows_are_no_trouble_in_16_bits(name, large, others):
+    """Their directions are those of coordinates: one entry of Q has all that is taken off its multiple of I."""
+    n, m = 256, 400
+    x = torch.randn(n, m, generator=torch.Generator().manual_seed(0))
+    x[large:] *= others
+    x, coefficients = x.bfloat16(), named_coefficients(name, 5)
+    right = references.orthogonalized(x.double(), coefficients)
+    out = torch.full((1, n, m), torch.nan, dtype=torch.float16)
+    newton_schulz.orthogonalize(x[None], out, coefficients, 1e-7)
+    for order in ("fro", 2):
+        ours, theirs, size = (
+            torch.linalg.matrix_norm(t.double(), order)
+            for t in (out[0] - right, torchs_orthogonal(x, coefficients) - right, right)
+        )
+        assert ours <= 2 * theirs + 2e-3 * size
+
+
+def test_the_gram_form_in_16_bits_is_for_what_kernels_take(monkeypatch):
+    from fusedstep.stages import kernels
+
+    monkeypatch.setattr(products, "kernels_for", lambda x: kernels)
+    chosen = {
+        (rows, columns): newton_schulz._is_gram(torch.empty(1, rows, columns, dtype=torch.float16))
+        for rows, columns in [(1024, 2048), (1028, 2064), (1025, 2048), (1024, 2052), (2048, 1024), (512, 2048)]
+    }
+    # rows of G are as many as those of X: both must be multiples of eight
+    assert [shape for shape, is_gram in chosen.items() if is_gram] == [(1024, 2048), (2048, 1024)]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most memory of tensors of float16 that was made within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(t) for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
+        alive = [
+            t.untyped_storage() for t in (made() for made in self.made) if t is not None and t.itemsize == 2
+        ]
+        self.most = max(self.most, sum({each.data_ptr(): each.nbytes() for each in alive}.values()))
+        return found
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["keller", "polar_express"])
+@pytest.mark.parametrize("steps", [1, 5, 9])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8), (8, 1000)], ids=str)
+def test_no_more_matrices_are_there_than_are_counted(shape, steps, name):
+    x = torch.randn(3, *shape).bfloat16()
+    out = torch.empty(x.shape, dtype=torch.float16)
+    low, high = sorted(shape)
+    with LiveBytes() as live:
+        newton_schulz.orthogonalize(x, out, named_coefficients(name, steps), 1e-7)
+    # the result, which is not counted, is among them
+    counted = (high + (4 if high > low else 2) * low) * low * 2
+    assert low * high * 2 <= live.most // 3 <= counted + low * high * 2
+    assert newton_schulz.NewtonSchulz().allocates(shape) == counted
+    pieces, _ = newton_schulz._pieces(x, out, counted)
+    assert [len(part) for part, _ in pieces] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("chosen", [True, False, (False, False)])
+def test_how_sums_are_allowed_is_as_the_user_chose_afterwards(chosen):
+    allowed = torch.backends.cuda.matmul
+    names = [
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction_split_k",
+        "allow_fp16_accumulation",
+    ]
+    names = [name for name in names if hasattr(allowed, name)]
+    if isinstance(chosen, tuple) and len(names) < 3:
+        pytest.skip("this torch knows nothing of parts")
+    before = [getattr(allowed, name) for name in names]
+    try:
+        allowed.allow_fp16_reduced_precision_reduction = chosen
+        allowed.allow_fp16_accumulation = bool(chosen)
+        found = [getattr(allowed, name) for name in names]
+        with products.sums_in_float32(torch.device("cuda")):
+            assert not allowed.allow_fp16_reduced_precision_reduction
+            assert not allowed.allow_fp16_accumulation
+        assert [getattr(allowed, name) for name in names] == found
+    finally:
+        allowed.allow_fp16_reduced_precision_reduction = before[0] if len(names) < 3 else tuple(before[:2])
+        allowed.allow_fp16_accumulation = before[-1]
+
+
+def spread(shape, kind):
+    """A matrix with singular values that are hard in some way."""
+    if kind == "random":
+        return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    if kind.startswith("1e"):
+        return matrix(shape, float(kind)).float()
+    u, v = (torch.linalg.qr(torch.randn(n, 8, generator=torch.Generator().manual_seed(n)))[0] for n in shape)
+    if kind == "one large":
+        return u[:, :1] @ v[:, :1].T + 1e-3 * matrix(shape, 1.0).float()
+    k = {"rank one": 1, "rank eight": 8}[kind]
+    return u[:, :k] @ v[:, :k].T
+
+
+def torchs_orthogonal(x, coefficients):
+    """As torch.optim.Muon does it, in bfloat16."""
+    y = (x.T if x.shape[0] > x.shape[1] else x) / x.norm()
+    for a, b, c in coefficients:
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.T if x.shape[0] > x.shape[1] else y
 
 
 def test_the_program_of_a_rule_tells_its_stages():
@@ -683,7 +928,7 @@ def test_the_program_of_a_rule_tells_its_stages():
 @pytest.mark.parametrize("fits", [0, 1, 2, 5, 12, 13])
 def test_pieces_that_are_worked_on_at_once_fit_into_the_workspace(fits):
     x = torch.empty(12, 64, 64, dtype=torch.float16, device="meta")
-    each = 5 * 64 * 64 * 2
+    each = 3 * 64 * 64 * 2
     pieces, at_once = newton_schulz._pieces(x, x, fits * each)
     sizes = [len(part) for part, _ in pieces]
     assert sum(sizes) == 12

@@ -309,12 +309,10 @@ class Told:
         self.log.append("the host waits")
 
 
-@pytest.mark.parametrize("limit", [None, 0.1])
-def test_all_are_sent_down_first_and_go_up_one_after_the_other(monkeypatch, limit):
-    log = []
+def stream_on_cpu(monkeypatch, log):
+    """Have copies made as for a GPU, on a CPU; what streams are told is noted in `log`."""
     current, down, up = (Told(log, name) for name in ("current", "down", "up"))
     monkeypatch.setattr(offload, "applies", lambda part: True)
-    monkeypatch.setattr(offload, "BUCKET_BYTES", 4)
     monkeypatch.setattr(offload, "_streams", lambda device: (down, up))
     streamed = lambda row: offload.Streamed(row.param.device) if row.home.is_away else offload.Copies()
     monkeypatch.setattr("fusedstep._memory.table.copies_of", streamed)
@@ -323,6 +321,13 @@ def test_all_are_sent_down_first_and_go_up_one_after_the_other(monkeypatch, limi
     monkeypatch.setattr(
         torch.cuda, "stream", lambda stream: contextlib.nullcontext(log.append(f"on {stream.name}"))
     )
+
+
+@pytest.mark.parametrize("limit", [None, 0.1])
+def test_all_are_sent_down_first_and_go_up_one_after_the_other(monkeypatch, limit):
+    log = []
+    stream_on_cpu(monkeypatch, log)
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 4)
     twin = Twin("cpu", fusedstep.SGD, {"lr": 0.1, "max_grad_norm": limit}, [torch.ones(3), torch.ones(3)])
     twin.step()
     bring, told = ["down waits for current", "down waits for up", "on down"], ["down tells"]
@@ -791,7 +796,7 @@ def test_a_rate_that_is_a_tensor_is_read_once_whatever_the_number_of_buckets(dev
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer.step()
-    tables, found, to_device = optimizer._plan.tables, optimizer._plan._options, options.to_device
+    tables, found, to_device = optimizer._plan.tables, optimizer._plan.options, options.to_device
     column, reads = tables[0].option_columns["lr"], []
     monkeypatch.setattr(options, "to_device", lambda t, where: reads.append(where) or to_device(t, where))
     # as it is read of a GPU; of a CPU it is a number

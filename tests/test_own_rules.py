@@ -71,7 +71,7 @@ def error_of(body):
     [
         ("p = p if g > 0 else -p", "cannot branch on a value.*use where"),
         ("p = math.exp(p)", "takes numbers only; accepted are .*exp"),
-        ("p = p.exp()", "has no 'exp'; accepted are"),
+        ("p = p.exp()", "has no 'exp'; use exp of fusedstep.rules"),
         ("p = p + 'a'", "used a str, 'a'.*use numbers and values"),
         ("a, b = p", "cannot be unpacked"),
     ],
@@ -130,3 +130,30 @@ def test_a_lazy_clone_survives_a_step(engine):
     assert torch.equal(snap, torch.zeros(4))
     assert torch.equal(buffer, torch.ones(4))
     assert torch.equal(p.detach(), torch.full((4,), -1.5 - 1.75))
+
+
+@pytest.mark.parametrize("features", [{}, {"max_grad_norm": 10.0}, {"skip_nonfinite": True}], ids=repr)
+@pytest.mark.parametrize("statistics", [False, True])
+def test_sums_of_parameters_and_options_wait_for_the_options(engine, features, statistics):
+    from fusedstep import Optimizer
+    from fusedstep.rules import rule, total
+
+    @rule(states={"m": "exp_avg"})
+    def shrinking(p, g, m, *, lr):
+        return p - total(lr * p) * g, lr * p
+
+    class Shrinking(Optimizer):
+        rule = shrinking
+        lr: float = 0.5
+
+    p = torch.nn.Parameter(torch.tensor([1.0, 3.0]))
+    optimizer = Shrinking([p], engine=engine, statistics=statistics, **features)
+    for lr, expected in ((0.5, [-1.0, 1.0]), (0.25, [-1.0, 1.0])):
+        optimizer.param_groups[0]["lr"] = lr
+        p.grad = torch.ones(2)
+        optimizer.step()
+        assert p.tolist() == expected
+    assert optimizer.state[p]["exp_avg"].tolist() == [-0.25, 0.25]
+    if statistics:
+        assert optimizer.statistics().update_norm == 0
+        assert optimizer.statistics().param_norm.item() == pytest.approx(2**0.5)

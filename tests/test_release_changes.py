@@ -87,6 +87,22 @@ def test_one_that_has_left_is_let_go_though_another_is_frozen():
     assert not gone._post_accumulate_grad_hooks
 
 
+def test_one_that_left_and_came_back_within_a_step_is_released_again():
+    model = nn.Linear(4, 4)
+    optimizer = fusedstep.SGD(model.parameters(), lr=0.1)
+    fusedstep.release_gradients(model, optimizer, 0)
+    params = optimizer.param_groups[0]["params"]
+    gone = params.pop(0)
+    model(torch.ones(1, 4)).sum().backward()
+    params.insert(0, gone)
+    assert gone.grad is not None
+    optimizer.step()
+    before = gone.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    assert gone.grad is None
+    assert not torch.equal(gone, before)
+
+
 @pytest.mark.parametrize(
     ("option", "error"),
     [({"lr": "x"}, "group 2 has lr='x'"), ({"betas": (0.9,)}, "group 2 has betas")],

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fusedstep
-from fusedstep._engines.foreach import engine as lists
+from fusedstep._engines.foreach import lists
 from tests import formats, ranks
 from tests.cases import KINDS, by_name, name_of
 from tests.pairs import copies, same_bits, set_grads, whole

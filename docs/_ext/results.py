@@ -13,7 +13,7 @@ import torch
 
 import fusedstep
 
-KINDS = ("cuda", "end-to-end", "cpu", "host", "cold", "quality")
+KINDS = ("cuda", "end-to-end", "cpu", "host", "cold", "quality", "muon", "release", "offload")
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # how the names of dtypes in results are written in pages
 DTYPES = {"bf16/fp32": "bf16, fp32 states"}

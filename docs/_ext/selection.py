@@ -46,6 +46,13 @@ def family(rows, model):
     return sorted(found, key=lambda row: row.ours)
 
 
+def marked(row):
+    """With a note on peers that take another step: nobody else has a cautious AdamW."""
+    if not row.options.get("cautious"):
+        return row
+    return row._replace(notes={**dict.fromkeys(row.peers, "not cautious"), **row.notes})
+
+
 def stored(rows, model):
     """AdamW by how it is stored: (row, bytes a parameter), most bytes first."""
     storage = {"state_dtype", "master", "rounding"}

@@ -1,8 +1,8 @@
 """Words for how numbers are stored: whole numbers of 32 bits that wrap around, and blocks of elements.
 
-Rules have no need for them; formats (formats.py) are written with them and the words of language.py, and
-traced in the same way. `+`, `-`, `*`, comparisons, `where`, `maximum`, `minimum` and `abs` take whole numbers,
-too. A constant is of the kind of what it stands beside.
+Rules do not need them; formats (formats.py) are written with them and the words of language.py, and traced in
+the same way. `+`, `-`, `*`, comparisons, `where`, `maximum`, `minimum` and `abs` take whole numbers, too. A
+constant has the kind of the operand beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def bits(a):
 
 
 def number_bits(a):
-    """The same with NaN as one that something can be added to."""
+    """`bits`, but any NaN gives bits that can be added to without overflow."""
     return operation("number_bits", a)
 
 
@@ -30,14 +30,14 @@ def from_bits(a):
 
 
 def number(a):
-    """A whole number as a number; exact below 2**24."""
+    """A whole number as a float; exact below 2**24."""
     return operation("number", a)
 
 
 def whole(a):
-    """A number without a fraction, in the range of 32 bits, as a whole number."""
+    """A float without a fraction, in the range of 32 bits, as a whole number."""
     value = operation("whole", a)
-    # of one that is the same for all elements, too: the table of scalars has no whole numbers
+    # even if `a` is the same for all elements: the table of scalars has no whole numbers
     value.per_element = True
     return value
 
@@ -47,7 +47,7 @@ def shifted_left(a, by: int):
 
 
 def shifted_right(a, by: int):
-    """With zeros coming in."""
+    """Zeros come in from above."""
     return operation("shift_right", a, by)
 
 
@@ -62,7 +62,7 @@ def xor(a, b):
 
 
 def product_high(a, b):
-    """The upper 32 bits of the product of two whole numbers without sign."""
+    """The upper 32 bits of the product of two unsigned whole numbers."""
     return operation("product_high", a, b)
 
 
@@ -72,8 +72,8 @@ def rounded(a, dtype: str):
 
 
 def block_largest(a):
-    """The bits of the largest number of each block, without its sign; NaN is above all. One for all elements of
-    the block, which others may be beside.
+    """The bits of the largest |a| of each block; NaN is above all. A single number for all elements of a block,
+    which operations combine with a number of each.
     """
     return operation("block_largest", a)
 
@@ -85,25 +85,25 @@ def draw(slot: int):
     return value
 
 
-# where random bits come from, in the order in which engines hand these over: of the table, the row and the
-# element. `index` counts the elements of the whole tensor, row by row
+# what random bits are drawn from, in the order in which engines pass it: the table, the row and the element.
+# `index` counts the elements of the whole tensor, row by row
 DRAW_INPUTS = ("seed_low", "seed_high", "position", "step", "index_low", "index_high")
 # slots that share a draw, each with a word of its own
 DRAWN_TOGETHER = 4
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-# the fewest that pass BigCrush: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011
+# the fewest rounds that pass BigCrush: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011
 ROUNDS = 7
 
 
 def signed(number: int) -> int:
-    """The whole number of 32 bits with sign that has the same bits."""
+    """The signed whole number of 32 bits that has the same bits."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >> 31 else number
 
 
 def philox(counter: Any, key: Any) -> Any:
-    """Four random words from four that count."""
+    """Four random words from the four words of a counter."""
     (a, b, c, d), (key0, key1) = counter, key
     for _ in range(ROUNDS):
         high0, low0 = product_high(a, signed(_MULTIPLIERS[0])), a * signed(_MULTIPLIERS[0])
@@ -114,7 +114,7 @@ def philox(counter: Any, key: Any) -> Any:
 
 
 def drawn(fours, seed_low, seed_high, position, step, index_low, index_high):
-    """A word for each of four slots, of which `fours` are before them: see `DRAW_INPUTS`."""
+    """A word for each of four slots, after `fours` such groups; see `DRAW_INPUTS`."""
     return philox((index_low, index_high + (fours << 18), step, position), (seed_low, seed_high))
 
 

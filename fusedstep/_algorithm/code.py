@@ -1,4 +1,4 @@
-"""Values that remember how they were made, as a list of instructions."""
+"""Values, which record how they were made, as a list of instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Leaf = tuple[str, Any]
 class Instruction(NamedTuple):
     """An operation on earlier values, given by their numbers; a float is a constant.
 
-    Compiled code is looked up by it, and Python has 0, 0.0 and -0.0 equal.
+    It is a key of compiled code, so 0, 0.0 and -0.0 must differ, which are equal in Python.
     """
 
     op: str
@@ -41,7 +41,7 @@ class Code(NamedTuple):
 
 
 def linear(roots: Iterable[Any], leaf: Callable[[Value], Leaf | None], rank: Callable[[Leaf], Any]) -> Code:
-    """The operations that give `roots`, down to where `leaf` says that a value is there already."""
+    """The operations that compute `roots`, down to values that `leaf` says are there already."""
     roots = [*map(_through_reports, roots)]
     leaves: dict[Leaf, None] = {}
     found: dict[Value, Leaf | None] = {}
@@ -79,7 +79,7 @@ def _through_reports(value: Any) -> Any:
 
 
 def reachable(roots: Iterable[Any], op: str | None = None) -> list[Value]:
-    """All values that `roots` are made of, or those of an operation, each once."""
+    """All values that `roots` depend on, or only those of an operation, each once."""
     seen: set[Value] = set()
     found: list[Value] = []
 

@@ -1,8 +1,8 @@
 """The graph of a step, cut into sweeps over memory.
 
 A sum over a tensor is complete only after a sweep over it, so whatever depends on one belongs to a later sweep.
-What a later sweep needs of an earlier one it reads back from a state, if that was stored without loss, and
-computes again otherwise.
+A later sweep reads results of an earlier one back from a state, if that was stored without loss, and computes
+them again otherwise.
 """
 
 from __future__ import annotations
@@ -14,20 +14,27 @@ from .code import Code, Leaf, linear, reachable
 from .language import Value
 from .step import FOUND_INF, GRAD, GRAD_SCALE, OF_TENSOR, Graph, StepSpec
 
-# exact on any precision, so they need not be done in float64: a condition is no column of numbers
+# exact in any precision, so sweeps need no column for them: a column holds numbers, not conditions
 _EXACT = ("neg", "lt", "le", "gt", "ge", "eq", "ne", "constant")
-# what is given besides options, as engines call it
+# engines' names for what is given besides options
 _KINDS = {**{name: name for name in OF_TENSOR}, GRAD_SCALE: "scale", FOUND_INF: "found_inf"}
 
 
-def _put_stages_after(decision: int, values: list[Value]) -> None:
-    """Have what stages make, and all that is made of it, come after the sweep that decides."""
+def _put_after(decision: int, values: list[Value]) -> None:
+    """Put results of stages, and sums of what needs scalars, after the sweep that decides, with all that
+    depends on them: scalars are computed only then. `values` come after their arguments.
+    """
+    need_scalars: set[Value] = set()
     for value in values:
-        arguments = [arg.level for arg in value.args if isinstance(arg, Value)]
-        if value.op == "stage":
-            value.level = max(*arguments, decision) + 1
-        elif arguments:
-            value.level = max(arguments) + (value.op == "fold")
+        arguments = [arg for arg in value.args if isinstance(arg, Value)]
+        is_scalar = not value.per_element and value.op not in _EXACT
+        if is_scalar or (value.op != "stage" and not need_scalars.isdisjoint(arguments)):
+            need_scalars.add(value)
+        level = max((arg.level for arg in arguments), default=value.level)
+        if value.op == "stage" or (value.op == "fold" and value.args[0] in need_scalars):
+            value.level = max(level, decision) + 1
+        else:
+            value.level = level + (value.op == "fold")
 
 
 class Cut:
@@ -36,35 +43,35 @@ class Cut:
     def __init__(
         self, graph: Graph, spec: StepSpec, lossy: frozenset[int], places: dict[Value, tuple[int, int]]
     ) -> None:
-        """`lossy` are places of planes that do not give back what was stored. In `places` of theirs, stages
-        find what they work on, and leave what they make of it.
+        """`lossy` are places of planes that do not give back what was stored. `places` are those of the planes
+        that each stage reads and writes.
         """
         self._lossy, self._places = lossy, places
         # nothing may be written before it is known whether the step is skipped
         self.decision = int(spec.measures_first)
         self._kept_once = [*graph.kept, *graph.of_group.values()]
         roots = [*graph.stores.values(), *graph.folds.values(), graph.skip, *self._kept_once]
-        if places:
-            _put_stages_after(self.decision, reachable(roots))
+        if places or self.decision:
+            _put_after(self.decision, reachable(roots))
         # columns are in the order of the graph, however it is cut: programs may then share their scalars
         self._order = {value: i for i, value in enumerate(reachable(roots))}
-        # those that all programs of an optimizer have come first: their sums are added up over all of them
+        # sums that all programs of an optimizer have come first: they are added up over all programs
         self._folds = [*dict.fromkeys([*graph.folds.values(), *reachable(roots, "fold")])]
-        self._fold_in = {fold: fold.args[0].level for fold in self._folds}
+        self._fold_in = {fold: fold.level - 1 for fold in self._folds}
         self._stores = {place: value for place, value in graph.stores.items() if place != GRAD}
         levels = {place: max(value.level, self.decision) for place, value in self._stores.items()}
         kept_levels = (value.level for value in self._kept_once)
-        self.last = max([*levels.values(), *(fold.args[0].level for fold in self._folds), *kept_levels])
+        self.last = max([*levels.values(), *self._fold_in.values(), *kept_levels])
         self._store_in = levels
-        # what stages work on; what they leave is loaded as it is by all later sweeps
+        # what stages read; all later sweeps load what they write
         self._sources = {source: stage.args[0] for stage, (source, _) in places.items()}
         self._source_in = {source: max(u.level, self.decision) for source, u in self._sources.items()}
         self._store_later()
-        # what is added up over all tensors is in the same place for all of them, however each is stored
+        # sums over all tensors have the same place in every program, however slots are stored
         named = {*graph.folds.values(), *(value.args[0] for value in reachable(roots, "all_total"))}
         while later := self._later_folds(named):
             self._fold_in |= later
-        # of what is summed later now
+        # sums that moved to later sweeps may need old values there
         self._store_later()
         self._grad_store = graph.stores.get(GRAD)
         reading = [k for k in range(self.last + 1) if ("load", GRAD) in self._code(k).leaves]
@@ -88,7 +95,7 @@ class Cut:
         return found
 
     def _later_folds(self, named: set[Value]) -> dict[Value, int]:
-        """Sums that can wait for the sweep just before they are needed: it loads what they are made of."""
+        """Sums that can wait for the sweep just before they are needed, which loads their values anyway."""
         needed_in = dict.fromkeys(reachable(self._kept_once, "fold"), self.last)
         for k in reversed(range(self.last + 1)):
             columns = [what for kind, what in self._code(k).leaves if kind == "column"]
@@ -104,7 +111,7 @@ class Cut:
         return found | {place: u for place, u in self._sources.items() if self._source_in[place] == k}
 
     def stored_in(self, source: int) -> int:
-        """The sweep after which a stage finds what it works on."""
+        """The sweep that stores what a stage reads."""
         return self._source_in[source]
 
     def folds(self, k: int) -> list[Value]:
@@ -116,7 +123,7 @@ class Cut:
         return stores + [fold.args[0] for fold in self.folds(k)]
 
     def _code(self, k: int, old: list[int] | None = None, roots: Iterable[Any] | None = None) -> Code:
-        """The operations of a sweep; the planes of which it takes old values go to `old`."""
+        """The operations of a sweep; planes whose old values it loads are added to `old`."""
         written = {value: place for place, value in self._stores.items() if self._store_in[place] < k}
 
         def leaf(value: Value) -> Leaf | None:
@@ -141,7 +148,7 @@ class Cut:
 
 
 def uniform_code(roots: Iterable[Value], fold_rows: dict[Value, int]) -> Code:
-    """Operations on what is the same for all elements of a tensor."""
+    """Operations on values that are the same for all elements of a tensor."""
 
     def leaf(value: Value) -> Leaf | None:
         if value.op == "given":

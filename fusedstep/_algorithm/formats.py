@@ -1,6 +1,6 @@
 """How a slot is stored: a format names the tensors (planes) it consists of, and how to read and write them.
 
-`load` and `store` are written in the language of rules and traced with them, so engines know planes and no
+`load` and `store` are written in the language of rules and traced with them, so engines know planes, not
 formats. Rules know neither. Why these formats and no others: benchmarks/INT8_STUDY.md.
 """
 
@@ -32,7 +32,7 @@ BLOCK = 64
 _MAGNITUDE, _INFINITY, _NAN, _ONE = 0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x3F800000
 _SIGN = signed(0x80000000)
 _HALF = 0x3F000000
-# an exponent whose scale is no number, because 1 / scale is none
+# an exponent that reads as NaN, because 1 / scale would not be a normal number
 _NO_SCALE = 254
 
 
@@ -42,7 +42,7 @@ class Plane(NamedTuple):
     name: str
     dtype: torch.dtype
     block: int = 1
-    # whether what is stored is a number of the dtype already
+    # whether what is stored has been rounded to the dtype already
     is_exact: bool = False
 
     @property
@@ -64,16 +64,16 @@ class Format(Protocol):
 
     @property
     def rounds_by_step(self) -> bool:
-        """Whether a number is stored otherwise at every step."""
+        """Whether the same number may be rounded differently at another step."""
 
     def planes(self, name: str) -> tuple[Plane, ...]:
-        """Of the slot of this name; the first of a parameter is the parameter itself."""
+        """The planes of the slot of this name; the first plane of a parameter is the parameter itself."""
 
     def load(self, *planes: Any) -> Any:
         """The number that is stored."""
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
-        """What is stored of a number, in each plane; `turn` is another at every step."""
+        """What each plane stores of a number; `turn` differs at every step."""
 
 
 class Plain(NamedTuple):
@@ -97,7 +97,7 @@ class Plain(NamedTuple):
         return x
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
-        # rounded here to what the dtype has: that it is rounded again, to nearest, changes nothing
+        # rounded to the dtype here: engines round it again, to nearest, which changes nothing
         return (_DRAWN[self.dtype](x, draw) if self.draws else x,)
 
 
@@ -126,14 +126,14 @@ DRAWN = (*_DRAWN,)
 
 
 class Int8(NamedTuple):
-    """Codes of 8 bits for parts of a scale: the power of two above the largest number of a block.
+    """Codes of 8 bits for fractions of a scale, which is the power of two above the largest number of a block.
 
-    Codes are about square roots, or fourth roots where no number is negative: small numbers keep some of their
-    precision. The roots are those of a float's bits, which are nearly a logarithm: halved, they are a root with
-    straight lines between powers of two, cheap and the same everywhere. Between two codes a hash of the number
-    and the step decides, or random bits: rounded to nearest, what changes by less than half a code at a step
-    would never change. Where no number is negative, none is below 2**-32 of the scale: updates are divided by
-    its root. A block with a number in it that is not below 8e37 reads as NaN.
+    A code is about a square root, or a fourth root where no number is negative, so that small numbers keep some
+    precision. The root is taken of a float's bits, which are nearly a logarithm: halving them gives a root that
+    is linear between powers of two, cheap and the same everywhere. A hash of the number and the step, or random
+    bits, choose between two codes: rounded to nearest, a number that changes by less than half a code at a step
+    would never change. Where no number is negative, none is stored below 2**-32 of the scale: updates are
+    divided by its root. A block with a number that is not below 8e37 reads as NaN.
     """
 
     is_signed: bool
@@ -149,13 +149,13 @@ class Int8(NamedTuple):
 
     @property
     def _root(self) -> tuple[int, int]:
-        """How far bits are shifted to take a root, and what is added then to have 1 as 128 or 256 levels."""
+        """How far bits are shifted to take a root, and what is then added so that 1 is 128 or 256 levels."""
         shift, doublings = (1, 7) if self.is_signed else (2, 8)
         return shift, (_ONE - (_ONE >> shift)) + (doublings << 23)
 
     def planes(self, name: str) -> tuple[Plane, ...]:
         codes = torch.int8 if self.is_signed else torch.uint8
-        # of a scale the exponent, as a float has it
+        # a scale is stored as its exponent in a float
         return Plane(f"{name}_codes", codes), Plane(f"{name}_scales", torch.uint8, BLOCK)
 
     def load(self, code: Any, exponent: Any) -> Any:
@@ -164,27 +164,27 @@ class Int8(NamedTuple):
         b = bits(number(code))
         part = shifted_left(b, shift) - signed(levels << shift)
         if not self.is_signed:
-            # of a new state, codes and scales are 0
+            # in a new state, codes and scales are 0
             return from_bits(part) * scale
         return from_bits(xor(maximum(part, 0), both(b, _SIGN))) * scale
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         shift, levels = self._root
-        # the largest becomes the last level at most
+        # so that the largest number becomes the last level at most
         exponent = shifted_right(block_largest(x) + (0x7FFFFF + 0x40000), 23)
-        # so large that no code stands for a subnormal number, also after a few steps
+        # so large that no code stands for a subnormal number, even after a few steps
         exponent = minimum(maximum(exponent, 20 if self.is_signed else 40), _NO_SCALE)
         part = bits(abs(x) * from_bits(shifted_left(254 - exponent, 23)))
         level = shifted_right(part, shift) + levels
-        # a number whose last bit is the 12th after the point; above the code it has bits that are not stored
+        # `fixed` has 12 bits after the point; its bits above the code are not stored
         magic, x_or_size = (3072.0, xor(level, both(bits(x), _SIGN))) if self.is_signed else (2048.0, level)
         fixed = bits(from_bits(x_or_size) + magic)
-        # something below 2**12, from the upper bits: these are the random ones of a hash. It takes turns, or a
-        # number that is the same at every step would always be rounded to the same side
+        # a number below 2**12, from the upper bits of a hash, which are the random ones. It depends on the
+        # step, or a number that stays the same would always be rounded to the same side
         up = draw if self.draws else bits(x) * signed(0x9E3779B1) + whole(turn)
         fixed = fixed + shifted_right(up, 20)
         if self.is_signed:
-            # what is below half a code becomes 0: it would grow too much
+            # below half a code numbers become 0: rounded up, they would grow too much
             return where(level < _HALF, 0, shifted_right(fixed, 12)), exponent
         return shifted_right(maximum(fixed, 0x45001000), 12), exponent
 
@@ -192,8 +192,8 @@ class Int8(NamedTuple):
 class Split(NamedTuple):
     """A float32 master in two parts: a bfloat16 parameter, and the rest that it was rounded by.
 
-    A parameter is the master rounded half away from zero, and together with a rest of 16 bits exactly the
-    master. For a rest of 8 bits the master is first rounded to 24, in the same way.
+    The parameter is the master rounded half away from zero; together with a rest of 16 bits, it is
+    exactly the master. For a rest of 8 bits the master is first rounded to 24 bits in the same way.
     """
 
     rest_bits: int
@@ -217,7 +217,7 @@ class Split(NamedTuple):
     def load(self, x: Any, rest: Any) -> Any:
         b = bits(x)
         rest = rest if self.rest_bits == 16 else shifted_left(rest, 8)
-        # not below 0, though a zero may have been written from outside
+        # never below 0, even if a zero was written from outside
         size = maximum(both(b, _MAGNITUDE) + rest, 0)
         return from_bits(xor(size, both(b, _SIGN)))
 
@@ -225,7 +225,7 @@ class Split(NamedTuple):
         b = number_bits(x)
         b = b if self.rest_bits == 16 else b + 0x80
         top = both(b + 0x8000, signed(0xFFFF0000))
-        # of what is left the lowest bits are stored, which are those of the difference
+        # the plane stores the lowest bits, which are those of the difference
         return from_bits(top), b if self.rest_bits == 16 else shifted_right(b, 8)
 
 
@@ -250,7 +250,7 @@ class Copied(NamedTuple):
         return Plane(name, self.dtype), Plane("master", torch.float32)
 
     def load(self, x: Any, master: Any) -> Any:
-        # a parameter that was written from outside counts
+        # a parameter that was written from outside replaces the master
         return where(rounded(master, str(self.dtype).removeprefix("torch.")) == x, master, x)
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
@@ -258,10 +258,10 @@ class Copied(NamedTuple):
 
 
 def turn_of(step):
-    """A multiple of 2**20 between -2**31 and 2**31, at every step as if drawn anew. Taken in turn it would not
+    """A multiple of 2**20 between -2**31 and 2**31, as if drawn at random at every step. Counting up would not
     do: after a number has changed, it would change again too soon.
     """
-    # the golden ratio in 32 bits: products with steps are exact, whether or not a compiler adds in the same go
+    # the golden ratio in 32 bits: products with steps are exact, whether or not a compiler fuses an addition
     part = _fraction(step * (0x9E3779B9 / 2**32))
     return _nearest(_fraction(part * part * 1e6) * 4094.0) * 2.0**20
 
@@ -271,10 +271,10 @@ def _fraction(a):
 
 
 def _nearest(a):
-    # of float64, which scalars are
+    # scalars are float64
     return (a + 1.5 * 2.0**52) - 1.5 * 2.0**52
 
 
 def compute_dtype(planes: tuple[Plane, ...]) -> torch.dtype:
-    """What an update with slots stored so is computed in."""
+    """The dtype that an update of these planes is computed in."""
     return torch.float64 if any(plane.dtype == torch.float64 for plane in planes) else torch.float32

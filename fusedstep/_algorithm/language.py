@@ -1,23 +1,37 @@
 """The language rules are written in: plain functions of single numbers, traced once.
 
-A rule is called once with a `Value` for every number it takes. Operators and the words below note what would
-be computed, and the engines turn those notes into machine code, a Triton kernel, or operations on lists of
+A rule is called once with a `Value` for every number it takes. Operators and the words below record what would
+be computed, and the engines turn the record into machine code, a Triton kernel, or operations on lists of
 tensors. Called with plain numbers, the same rule just computes.
 
 A value either belongs to one element of a tensor, or is the same for all of them: an option, the step count, a
-sum over the tensor. What is the same for all elements is computed once per tensor, in float64.
+sum over the tensor. Values that are the same for all elements are computed once per tensor, in float64.
 """
 
 from __future__ import annotations
 
 import builtins
 import math
+from numbers import Real
 from typing import Any, NoReturn
 
-_SUPPORTED = (
-    "operators, comparisons and abs, clamp, cos, exp, fma, log, maximum, minimum, mix, power, sign, sqrt, tanh "
-    "and where of fusedstep.rules"
-)
+from .instead import SUPPORTED, instead
+from .stage import Stage
+
+# NumPy's functions for operators: a NumPy number at the left of an operator calls them
+_OPERATORS = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "power": "power",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "equal": "eq",
+    "not_equal": "ne",
+}
 
 
 class Value:
@@ -92,33 +106,83 @@ class Value:
     def __ne__(self, other):
         return operation("ne", self, other)  # type: ignore[override]
 
-    # two values are the same only if they are one
+    # two values are equal only if they are the same object
     __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        if self.op == "given":
+            return f"<value of {self.args[0]!r}>"
+        return "<value of an element>" if self.op == "plane" else f"<value made by {self.op!r}>"
+
+    # what a rule cannot do
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
             "a rule cannot branch on a value, which is not known before the step runs: found it in an `if`, "
-            "`and`, `or` or `not`; use where(condition, a, b), and products of conditions"
+            "`and`, `or`, `not`, `max`, `min` or `a < b < c`; use where(condition, a, b), products of "
+            "conditions, maximum(a, b) and minimum(a, b)"
         )
 
     def __float__(self) -> NoReturn:
-        raise TypeError(f"a rule called a function that takes numbers only; accepted are {_SUPPORTED}")
+        raise TypeError(f"a rule called a function that takes numbers only; accepted are {SUPPORTED}")
 
-    __int__ = __index__ = __float__
+    __int__ = __index__ = __round__ = __float__
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a value in a rule has no {name!r}; accepted are {_SUPPORTED}")
+        raise AttributeError(f"a value in a rule has no {name!r}; {instead(name)}")
 
-    def __iter__(self) -> NoReturn:
-        raise TypeError("a value in a rule is a single number and cannot be unpacked or indexed")
+    def __getitem__(self, place: Any = None) -> NoReturn:
+        raise TypeError(
+            "a value in a rule is a single number and cannot be unpacked or indexed, and has no length; "
+            "write what is done to one element"
+        )
+
+    __iter__ = __len__ = __getitem__
+
+    def __and__(self, other: Any = None) -> NoReturn:
+        raise TypeError(
+            "a rule cannot use `&`, `|` or `~`; multiply conditions, a * b, for `and`, write maximum(a, b) for "
+            "`or` and 1 - a for `not`"
+        )
+
+    __rand__ = __or__ = __ror__ = __invert__ = __and__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """What torch calls instead of a function that a value is passed to."""
+        for arg in args:
+            if hasattr(arg, "__torch_function__") and not isinstance(arg, Value):
+                raise _foreign(arg, func.__name__)
+        raise TypeError(
+            f"a rule called {func.__name__!r} of torch, which takes tensors; {instead(func.__name__)}"
+        )
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
+        """The same for NumPy's functions."""
+        raise TypeError(
+            f"a rule called {func.__name__!r} of NumPy, which takes arrays; {instead(func.__name__)}"
+        )
+
+    def __array_ufunc__(self, func: Any, method: str, *args: Any, **kwargs: Any) -> Value:
+        """The same for those of its functions that work element by element."""
+        if func.__name__ in _OPERATORS and method == "__call__":
+            # comparisons hand a number over as an array without dimensions
+            numbers = [arg.item() if getattr(arg, "ndim", None) == 0 else arg for arg in args]  # type: ignore
+            return operation(_OPERATORS[func.__name__], *numbers)
+        return self.__array_function__(func, (), args, kwargs)
 
 
 def operation(op: str, *args: Any) -> Value:
     for arg in args:
-        if not isinstance(arg, (Value, int, float)):
-            raise TypeError(f"a rule used a {type(arg).__name__}, {arg!r}, in {op!r}; use numbers and values")
+        # those of NumPy are `Real`, too
+        if not isinstance(arg, (Value, int, float, Real)):
+            raise _foreign(arg, op)
     made = next((type(arg) for arg in args if isinstance(arg, Value)), Value)
     return made(op, *args)
+
+
+def _foreign(arg: Any, op: str) -> TypeError:
+    return TypeError(f"a rule used a {type(arg).__name__}, {arg!r}, in {op!r}; use numbers and values")
 
 
 def _known(*args: Any) -> bool:
@@ -196,13 +260,13 @@ def mix(old, new, keep):
 
 
 def mixed(old, new, keep, take):
-    """The same where 1 - keep is known."""
-    # old + take * d forgets the new where the old is much larger: start from the nearer end
+    """`mix` where 1 - keep is known."""
+    # old + take * d loses the new where the old is much larger: start from the nearer end
     is_near = take < keep
     return fma(where(is_near, take, -keep), new - old, where(is_near, old, new))
 
 
-# sums over tensors, and what is only looked at
+# sums over tensors, stages and reports
 
 
 def total(a):
@@ -211,7 +275,7 @@ def total(a):
 
 
 def largest(a):
-    """The largest `a` of all elements of the tensor, without its sign; NaN if any is."""
+    """The largest absolute value of `a` over the tensor; NaN if any is NaN."""
     return _fold(abs(a), "max")
 
 
@@ -240,6 +304,10 @@ def total_over_all(a):
 
 def staged(a, stage):
     """What a `Stage` makes of `a`: work on whole tensors, such as products of matrices, between two sweeps."""
+    if not isinstance(stage, Stage):
+        raise TypeError(
+            f"staged(a, stage) takes a stage, an instance of a subclass of Stage, and not {stage!r}"
+        )
     if not getattr(a, "per_element", False):
         raise TypeError(f"{type(stage).__name__} works on tensors; give it a number of each element, not {a!r}")
     value = type(a)("stage", a, stage)
@@ -248,22 +316,22 @@ def staged(a, stage):
 
 
 def report(name, a):
-    """`a` itself, which `statistics()` tells by this name."""
+    """`a` itself, which `statistics()` returns by this name."""
     return a if _known(a) else type(a)("report", a, name)
 
 
 def plane(place: int) -> Value:
-    """What is stored for each element in a tensor of the row: parameter, gradient, a state or part of one."""
+    """What a plane of the row stores for each element: parameter, gradient, a state or part of one."""
     value = Value("plane", place)
     value.per_element = True
     return value
 
 
 def given(name: str) -> Value:
-    """What is the same for all elements of a tensor: the step count, an option, the scale of gradients."""
+    """A value that all elements of a tensor share: the step count, an option, the scale of gradients."""
     return Value("given", name)
 
 
 def kept(place: int) -> Value:
-    """What is kept once for a tensor, from step to step."""
+    """A number that is kept once for a tensor, from step to step."""
     return Value("kept", place)

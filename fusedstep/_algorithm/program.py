@@ -1,8 +1,8 @@
-"""A step as a value: a rule with everything a step does besides, cut into sweeps over memory.
+"""A step as a value: a rule and everything else a step does, cut into sweeps over memory.
 
 `compile_step` traces the rule once, together with everything else (step.py), into one graph, and cuts that
-into sweeps (cut.py). What is the same for all elements of a tensor is computed before each sweep, once per
-tensor, in float64, and handed to the sweep as columns of a table of scalars.
+into sweeps (cut.py). Values that are the same for all elements of a tensor are computed before each sweep, once
+per tensor, in float64, and passed to the sweep as columns of a table of scalars.
 """
 
 from __future__ import annotations
@@ -20,21 +20,33 @@ from .cut import Cut, uniform_code
 from .formats import Format, Plain, Plane, compute_dtype
 from .language import Value
 from .stage import Stage
-from .step import GRAD, OF_TENSOR, ONLY_UPDATE, PARAM, Graph, StepSpec, Stored, called, keywords, trace_step
+from .step import (
+    GRAD,
+    OF_TENSOR,
+    ONLY_UPDATE,
+    PARAM,
+    Graph,
+    StepSpec,
+    Stored,
+    by_position,
+    called,
+    keywords,
+    trace_step,
+)
 
 # the state that holds a moving average of the parameter
 EMA = "ema"
-# names that mean something else in a state or group
+# names that already have a meaning in a state or group
 _TAKEN = (*OF_TENSOR, EMA, "params", "param_names", "master", "master_rest")
-# of gradients
+# norms of gradients
 NORM_TYPES = (2.0, float("inf"))
 
 
 class Rule(NamedTuple):
     """An update, and the names of its states by the names of its arguments.
 
-    `saves_step` says whether the step count is part of the saved state. Where it is not, the rule may ask only
-    whether this is the first step, and after loading a checkpoint it is not. `nonnegative` are the arguments
+    `saves_step` says whether the step count is part of the saved state. If it is not, the rule may only ask
+    whether this is the first step, which it is not after loading a checkpoint. `nonnegative` are the arguments
     for states that are never below 0. `scalars` are kept once for each tensor, beside its states, and
     `group_scalars` once for each group, among its options.
     """
@@ -62,7 +74,7 @@ class Rule(NamedTuple):
 
     @property
     def sums_over_all(self) -> bool:
-        """Whether some of them are over all tensors."""
+        """Whether the update depends on sums over all tensors."""
         return _sums_of(self)[1]
 
     @property
@@ -73,7 +85,7 @@ class Rule(NamedTuple):
 
 @functools.cache
 def _sums_of(rule: Rule) -> tuple[bool, bool]:
-    """Whether there are sums over tensors, and over all of them."""
+    """Whether a rule has sums over each tensor, and over all tensors."""
     program = compile_step(rule)
     return any(sweep.folds for sweep in program.sweeps), program.sums_over_all
 
@@ -87,14 +99,12 @@ def make_rule(
     group_scalars: Mapping[str, str] = MappingProxyType({}),
 ) -> Rule:
     """A rule whose arguments were checked against what it keeps."""
-    parameters = inspect.signature(update).parameters.values()
-    found = [a.name for a in parameters if a.kind != a.KEYWORD_ONLY]
+    _check_kept(update, states=states, scalars=scalars, group_scalars=group_scalars)
     kept = {**states, **scalars, **group_scalars}
-    expected = ["p", "g", *kept]
-    if found != expected:
+    _check_taken(update, kept)
+    if isinstance(nonnegative, str):
         raise TypeError(
-            f"rule {called(update)} takes {found} by position, and keeps {kept}; take the parameter, its "
-            f"gradient and what is kept, {expected}, and options after a `*`"
+            f"rule {called(update)} has nonnegative={nonnegative!r}; use a tuple, ({nonnegative!r},)"
         )
     unknown = [name for name in nonnegative if name not in states]
     if unknown:
@@ -109,8 +119,35 @@ def make_rule(
     return Rule(update, tuple(states.items()), saves_step, tuple(nonnegative), *kept_once)
 
 
+def _check_kept(update: Callable, **kept: Any) -> None:
+    """Raise if what an update keeps is not said by the names of arguments."""
+    for what, names in kept.items():
+        if not isinstance(names, Mapping) or not all(isinstance(x, str) for x in (*names, *names.values())):
+            raise TypeError(
+                f"rule {called(update)} has {what}={names!r}; use a mapping of its arguments to names, such as "
+                f'{what}={{"m": "exp_avg"}}'
+            )
+
+
+def _check_taken(update: Callable, kept: dict[str, str]) -> None:
+    """Raise if an update takes by position anything but the parameter, its gradient and what is kept."""
+    parameters = inspect.signature(update).parameters.values()
+    found, expected = by_position(update), ["p", "g", *kept]
+    starred = [str(a) for a in parameters if a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    if starred:
+        raise TypeError(
+            f"rule {called(update)} takes {', '.join(starred)}, and arguments are passed by their names; take "
+            f"{expected}, and then each option by its name, after a `*`"
+        )
+    if found != expected:
+        raise TypeError(
+            f"rule {called(update)} takes {found} by position, and keeps {kept}; take the parameter, its "
+            f"gradient and what is kept, {expected}, and options after a `*`"
+        )
+
+
 def _check_first_only(rule: Rule, values: list[Value]) -> None:
-    """Raise where a rule that does not save the step count asks more than whether it is 1."""
+    """Raise if a rule that does not save the step count asks more than whether it is 1."""
     is_count = lambda arg: isinstance(arg, Value) and arg.op == "given" and arg.args[0] == "step"
     if any(value.op not in ("eq", "ne") and any(map(is_count, value.args)) for value in values):
         raise TypeError(
@@ -120,7 +157,7 @@ def _check_first_only(rule: Rule, values: list[Value]) -> None:
 
 
 class Fold(NamedTuple):
-    """A value that is summed over each tensor (kind "sum"), or of which the largest is taken ("max")."""
+    """A value that is summed over each tensor (kind "sum"), or whose largest is taken ("max")."""
 
     value: int
     kind: str
@@ -129,9 +166,9 @@ class Fold(NamedTuple):
 class Scalars(NamedTuple):
     """What is computed for each tensor before a sweep.
 
-    Values are the `inputs`, then the results of `code`. Those of `columns` go to the table of scalars, from
-    `first_column` on. The one before the first sweep that writes also decides whether the step is skipped, and
-    the one before the last has what is `kept` once for each tensor.
+    Values are the `inputs`, then the results of `code`. Values in `columns` go to the table of scalars, from
+    `first_column` on. Scalars before the first sweep that writes also decide whether the step is skipped, and
+    those before the last have what is `kept` once for each tensor.
     """
 
     inputs: tuple[tuple[str, str | int], ...]
@@ -151,7 +188,7 @@ class Scalars(NamedTuple):
         return hash(self._key())
 
     def _key(self) -> tuple:
-        # as of an instruction, a number that is known is no value's number
+        # as in Instruction, a constant differs from the number of a value
         numbers = (repr(x) for x in (*self.columns, self.skip, *self.kept))
         return self.inputs, self.code, self.first_column, len(self.kept), *numbers
 
@@ -206,7 +243,7 @@ class Program(NamedTuple):
 
     @property
     def kept_once(self) -> tuple[str, ...]:
-        """What is in its state but planes."""
+        """What a state holds besides planes."""
         return ("step", *self.scalars) if self.saves_step else self.scalars
 
     def summed_over_all(self, k: int) -> tuple[int, ...]:
@@ -244,12 +281,12 @@ class Program(NamedTuple):
 
     @property
     def is_placed(self) -> bool:
-        """Whether it works on anything but numbers, each by itself."""
+        """Whether it works on anything but single floats: blocks, positions or whole numbers."""
         return self.is_row_major or any(plane.is_whole for plane in self.planes)
 
     @property
     def is_row_major(self) -> bool:
-        """Whether it asks where an element is in its tensor, which must then lie row by row."""
+        """Whether it depends on where an element is in its tensor, which must then lie row by row."""
         return self.block > 1 or self.draws
 
 
@@ -259,7 +296,7 @@ def slot_names(rule: Rule, averages: bool) -> tuple[str, ...]:
 
 
 def _placed(names: tuple[str, ...], formats: tuple[Format, ...]) -> tuple[list[Plane], list[Stored]]:
-    """The planes of a row, and which of them are those of each slot: parameter and gradient come first."""
+    """The planes of a row, and how each slot is stored in them: parameter and gradient come first."""
     param, grad, *states = (f.planes(name) for name, f in zip(names, formats, strict=True))
     planes, places = [param[0], *grad, *param[1:]], [(PARAM, *range(GRAD + 1, GRAD + len(param))), (GRAD,)]
     for state in states:
@@ -272,8 +309,8 @@ def _placed(names: tuple[str, ...], formats: tuple[Format, ...]) -> tuple[list[P
 def compile_step(
     rule: Rule, spec: StepSpec = ONLY_UPDATE, averages: bool = False, formats: tuple[Format, ...] = ()
 ) -> Program:
-    """The program of a rule with all that `spec` asks for, and slots stored in these formats; those of what its
-    stages read and write come last.
+    """The program of a rule with all that `spec` asks for. `formats` are those of its slots, and then of what
+    its stages read and write.
     """
     names = slot_names(rule, averages)
     planes, slots = _placed(names, formats[: len(names)] or (Plain(torch.float32),) * len(names))
@@ -284,7 +321,7 @@ def compile_step(
     # gradients are not read back
     lossy = [at for i, (format, places) in enumerate(slots) if i != GRAD and format.loses_bits for at in places]
     cut = Cut(graph, spec, frozenset(lossy), places)
-    told = reachable(graph.stores.values(), "report") if spec.collect_statistics else []
+    all_reports = reachable(graph.stores.values(), "report") if spec.collect_statistics else []
     sweeps: list[Sweep] = []
     fold_rows: dict[Value, int] = {}
     column_count = 0
@@ -292,18 +329,18 @@ def compile_step(
         code, stores, folds = cut.code(k), cut.stores(k), cut.folds(k)
         loads = tuple(what for kind, what in code.leaves if kind == "load")
         columns = [what for kind, what in code.leaves if kind == "column"]
-        reports = told if k == cut.last else []
+        reports = all_reports if k == cut.last else []
         skip = [graph.skip] if k == cut.decision else []
         kept, of_group = (graph.kept, [*graph.of_group.values()]) if k == cut.last else ([], [])
         scalars = None
         if columns or reports or skip or kept or of_group:
-            told_here = [*columns, *of_group, *reports]
-            uniform = uniform_code([*told_here, *skip, *kept], fold_rows)
-            after = uniform.numbers[len(told_here) :]
+            column_values = [*columns, *of_group, *reports]
+            uniform = uniform_code([*column_values, *skip, *kept], fold_rows)
+            after = uniform.numbers[len(column_values) :]
             scalars = Scalars(
                 inputs=tuple(uniform.leaves),
                 code=uniform.code,
-                columns=tuple(uniform.numbers[: len(told_here)]),
+                columns=tuple(uniform.numbers[: len(column_values)]),
                 first_column=column_count,
                 skip=after[0] if skip else None,
                 kept=tuple(after[len(skip) :]),
@@ -322,7 +359,7 @@ def compile_step(
         sweeps.append(sweep)
         fold_rows |= {fold: len(fold_rows) + i for i, fold in enumerate(folds)}
         column_count += len(columns) + len(of_group) + len(reports)
-    first_report = column_count - len(told)
+    first_report = column_count - len(all_reports)
     first_of_group = first_report - len(graph.of_group)
     return Program(
         name=rule.update.__name__,
@@ -330,7 +367,7 @@ def compile_step(
         sweeps=tuple(sweeps),
         column_count=column_count,
         fold_names=tuple((name, fold_rows[fold]) for name, fold in graph.folds.items()),
-        report_columns=tuple((report.args[1], first_report + i) for i, report in enumerate(told)),
+        report_columns=tuple((report.args[1], first_report + i) for i, report in enumerate(all_reports)),
         saves_step=rule.saves_step,
         scalars=rule.scalars,
         group_columns=tuple((name, first_of_group + i) for i, name in enumerate(graph.of_group)),
@@ -339,7 +376,7 @@ def compile_step(
 
 
 def _workspaces(graph: Graph, formats: tuple[Format, ...], planes: list[Plane]) -> dict[Value, tuple[int, int]]:
-    """The places of what each stage reads and writes, which are put after the other `planes`."""
+    """The places of what each stage reads and writes: planes that are added to `planes`."""
     roots = [*graph.stores.values(), *graph.folds.values(), *graph.kept, *graph.of_group.values()]
     stages = reachable(roots, "stage")
     found = {}

@@ -1,6 +1,6 @@
 """Everything a step does, written like a rule: unscaling, clipping, skipping, the update, averaging, measuring.
 
-`trace_step` calls it once with values that remember how they were made. What it stores, sums and reports is the
+`trace_step` runs it once with values that record how they were made. What it stores, sums and reports is the
 graph of the step.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from .bits import draw
@@ -49,12 +50,12 @@ class StepSpec(NamedTuple):
 
     @property
     def needs_sums(self) -> bool:
-        """Whether it sums anything over whole tensors."""
+        """Whether anything is summed over whole tensors."""
         return self.measures_first or self.collect_statistics
 
     @property
     def shared_kinds(self) -> tuple[str, ...]:
-        """How that which decides about a step is summed over all gradients; the first sums of every program."""
+        """Kinds of the sums over all gradients that decide about a step; every program has them first."""
         norm = "sum" if self.norm_type == 2 else "max"
         return (norm, "sum") if self.skip_nonfinite else (norm,) if self.clips else ()
 
@@ -63,19 +64,19 @@ ONLY_UPDATE = StepSpec()
 
 
 def clip_factor(norm, limit, eps):
-    """What brings a norm down to `limit`; 0: no limit."""
+    """The factor that brings a norm down to `limit`; 0: no limit."""
     factor = limit / (norm + eps)
     # a norm that is NaN poisons all gradients, as torch's clipping does
     return where(limit > 0, where(factor >= 1, 1.0, factor), 1.0)
 
 
 def nonfinite(g):
-    """1 where it is NaN or infinite."""
+    """1 where `g` is NaN or infinite, else 0."""
     return where(g - g == 0, 0.0, 1.0)
 
 
 class Stored(NamedTuple):
-    """A number of each element as it is stored: the format, and the places of its planes in a row."""
+    """How a slot is stored: its format, and the places of its planes in a row."""
 
     format: Format
     places: tuple[int, ...]
@@ -84,13 +85,13 @@ class Stored(NamedTuple):
         return self.format.load(*map(plane, self.places))
 
     def store(self, x: Value, slot: int, turn: Value) -> dict[int, Value]:
-        """What goes to each plane; a number in `slot` has random bits of its own."""
+        """What is stored in each plane; every `slot` has random bits of its own."""
         return dict(zip(self.places, self.format.store(x, draw(slot), turn), strict=True))
 
 
 class Graph(NamedTuple):
-    """All that a step stores, by the places of planes, what it sums and reports, and what it keeps once for
-    each tensor, and for each group.
+    """What a step stores, by the places of planes, what it sums and reports, and what it keeps once for each
+    tensor, and for each group.
     """
 
     stores: dict[int, Value]
@@ -100,34 +101,39 @@ class Graph(NamedTuple):
     of_group: dict[str, Value]
 
 
-# what an update may take by keyword besides options: which update of the tensor this is, from 1 on, how many
-# elements that has, and how many rows and columns its matrices
+# what an update may take by keyword besides options: the number of this update of the tensor, from 1, and the
+# numbers of its elements, and of the rows and columns of its matrices
 OF_TENSOR = ("step", "numel", "rows", "columns")
 # what a GradScaler hands over; no option can have such names
 GRAD_SCALE, FOUND_INF = "grad scale", "found inf"
 
 
 def called(update: Callable) -> str:
-    """A rule as errors call it: by its name, and where it is written."""
+    """A rule as errors name it: its name, and where it is written."""
     code = inspect.unwrap(update).__code__
     return f"{update.__name__!r} ({code.co_filename}:{code.co_firstlineno})"
 
 
+def by_position(update: Callable) -> list[str]:
+    """What an update takes by position: the parameter, its gradient and what is kept."""
+    return [a.name for a in inspect.signature(update).parameters.values() if a.kind != a.KEYWORD_ONLY]
+
+
 def keywords(update: Callable) -> list[str]:
-    """What an update takes by keyword: options, and what is known of the tensor."""
+    """What an update takes by keyword: options, and facts about the tensor."""
     return [a.name for a in inspect.signature(update).parameters.values() if a.kind == a.KEYWORD_ONLY]
 
 
-# of a row's planes; those of states follow
+# the first planes of a row; those of states follow
 PARAM, GRAD = range(2)
 
 
 def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: bool) -> Graph:
-    """The graph of a step whose parameter, gradient, states and, if it averages, average are stored so."""
+    """The graph of a step; `slots` are parameter, gradient, states and, if it averages, the average."""
     update = rule.update
     values = [each.load() for each in slots]
     p, raw, scale = values[0], values[1], given(GRAD_SCALE)
-    # measured as they are stored: scaled
+    # gradients are measured as they are stored: scaled
     squared = total(raw * raw) if spec.norm_type == 2 else largest(raw)
     count = total(nonfinite(raw))
     folds, factor = {}, where(given("maximize") != 0, -1.0, 1.0)
@@ -149,13 +155,12 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     by_keyword = {name: given(name) for name in keywords(update)}
     of_tensor, of_group = [*map(kept, range(len(rule.scalars)))], [*map(given, rule.group_scalars)]
     results = update(p, raw * grad_scale, *states, *of_tensor, *of_group, **by_keyword)
-    count_kept = len(states) + len(of_tensor) + len(of_group)
-    if not isinstance(results, tuple) or len(results) != 1 + count_kept:
-        raise TypeError(
-            f"rule {called(update)} returned {results!r}; return the new parameter and what is kept, as it "
-            f"is now: a tuple of {1 + count_kept}"
-        )
-    new, new_states, new_once = results[0], [*results[1 : 1 + len(states)]], results[1 + len(states) :]
+    _check_results(update, results, 1 + len(states) + len(of_tensor) + len(of_group))
+    # what is the same for all elements is stored for each
+    stored = [
+        x if getattr(x, "per_element", False) else where(p == p, x, x) for x in results[: 1 + len(states)]
+    ]
+    new, new_states, new_once = stored[0], stored[1:], results[len(stored) :]
     names = *rule.scalars, *rule.group_scalars
     for name, value in zip(names, new_once, strict=True):
         _check_once(called(update), name, value, name in rule.group_scalars)
@@ -179,8 +184,19 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     return Graph(stores, folds, skip, once[: len(of_tensor)], new_of_group)
 
 
+def _check_results(update: Callable, results: Any, count: int) -> None:
+    """Raise if an update did not return `count` values or numbers."""
+    is_number = lambda x: isinstance(x, (Value, Real))
+    if not isinstance(results, tuple) or len(results) != count or not all(map(is_number, results)):
+        names = [f"new_{name}" for name in by_position(update) if name != "g"]
+        raise TypeError(
+            f"rule {called(update)} returned {results!r}; return the new parameter and what is kept, as it is "
+            f"now: a tuple of {count}, ({', '.join(names)}{',' * (count == 1)})"
+        )
+
+
 def _check_once(rule: str, name: str, value: Any, of_group: bool) -> None:
-    """Raise where what is kept once may differ between those that it is kept for."""
+    """Raise if what is kept once may differ between elements, or between tensors of a group."""
     if getattr(value, "per_element", False):
         raise TypeError(
             f"rule {rule} returned a number of each element for {name!r}, which is kept once; sum it up, for "

@@ -1,11 +1,11 @@
-"""Who computes a step: three engines that run the same programs, and which one takes a parameter.
+"""The three engines, which run the same programs, and the choice of one for a parameter.
 
 An engine is a module with
 
 NAME                       as `engine=` takes it
 unavailable(device_type)   why it cannot run on this type of device; None if it can
 BY_ADDRESS                 whether it works on addresses (dense, plain tensors) or on tensors
-chunk(program)             if so, how many elements one unit of its work covers
+chunk(program)             if by address, how many elements one unit of its work covers
 bind(table)                an `Executable`, with everything compiled: may raise, nothing has been written yet
 """
 
@@ -26,32 +26,34 @@ from torch import Tensor
 _MODULES = {"torch": "foreach", "cpu": "cpu", "triton": "triton"}
 NAMES = (*_MODULES,)
 
-# columns of a table's rows: NUMEL counts the elements that are here, WHOLE_NUMEL those of the whole tensor,
-# whose matrices have so many ROWS and COLUMNS. Random bits are drawn by a seed, the parameter's position in its
-# optimizer, and the index of an element in the whole tensor, of which this is the first. The addresses of all
-# planes follow
+# columns of a table's rows: NUMEL counts the elements of the local part, WHOLE_NUMEL those of the whole tensor;
+# ROWS and COLUMNS are the size of its matrices. Random bits are drawn from a seed, the parameter's position in
+# its optimizer, and an element's index in the whole tensor: FIRST_INDEX is that of the first. The addresses of
+# all planes follow
 LIVE, GROUP, CLIP_ID, NUMEL, UNMASKED_NUMEL, WHOLE_NUMEL, ROWS, COLUMNS = range(8)
 SEED, POSITION, FIRST_INDEX, FIRST_POINTER = range(8, 12)
-# those that scalars may be made of, by the names that rules have for them
+# columns that scalars may be computed from, by their names in rules
 SIZES = {"numel": WHOLE_NUMEL, "rows": ROWS, "columns": COLUMNS}
-# of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped; and
-# the first again, for a GradScaler
+# status of a table: whether its last step was skipped, the scale of its gradients, how many steps were skipped;
+# and the first again, for a GradScaler
 SKIP, SCALE, SKIPPED, FOUND = range(4)
-# of a look at tensors, instead of an address: there is none, or one of another kind; what it found at worst,
-# and besides whether some are absent
+# what a look at tensors writes instead of an address: no tensor, or one of another kind; and what it returns:
+# the worst that it found, and whether some are absent
 ABSENT, OTHER = -2, -1
 SAME, MOVED, CHANGED, SOME_ABSENT = 0, 1, 2, 4
 
-# on an npu Triton is triton-ascend, which installs itself under that name
+# for npu, triton-ascend installs itself as triton
 _DEFAULT = {"cpu": "cpu", "cuda": "triton", "npu": "triton", "xpu": "triton"}
-# types of devices that we run our tests on; AMD's are of type cuda too, and are not among them
+# types of devices that our tests run on; AMD's GPUs are not tested, but have type cuda, too
 _TESTED = {"cpu", "cuda"} if torch.version.hip is None else {"cpu"}
-# why an engine is not to be used on a type of device; None: it may be. The layer above, which can take a step,
+# why an engine must not be used on a type of device; None if it may. The layer above, which can take a step,
 # sets this
 trial: Callable[[str, str], str | None] = lambda name, device_type: "it cannot be tried out"
 _verdicts: dict[tuple[str, str], str | None] = {}
 _trying = threading.RLock()
 
+# types whose tensors are nothing more than tensors
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 _DTYPES = {
     torch.float32,
     torch.float64,
@@ -71,7 +73,7 @@ class Amp(NamedTuple):
 
     @staticmethod
     def of(scale: Any, found_inf: Any) -> Amp:
-        """Of what may be numbers: torch hands over 0 where there were no gradients to look at."""
+        """From tensors or numbers: torch passes 0 if there were no gradients to look at."""
         return Amp(_tensor(scale), _tensor(found_inf))
 
     def to(self, device: torch.device) -> Amp:
@@ -98,7 +100,7 @@ class Executable(Protocol):
         """Compute the scalars that sweep `k` takes; the first time in a step, decide whether it is skipped."""
 
     def sweep(self, k: int, skips: bool) -> None:
-        """Pass over every live row, in place, and leave sums in the table; without `skips` in any case."""
+        """Pass over every live row, in place, and leave sums in the table; `skips`: unless the step is."""
 
 
 class Engine(Protocol):
@@ -149,7 +151,7 @@ def load(name: str, device_type: str) -> tuple[Any, str | None]:
 
 
 def _verdict(name: str, device_type: str) -> str | None:
-    """What the one trial of an engine on this type of device has shown; other threads wait for it."""
+    """The result of the one trial of an engine on this type of device; other threads wait for it."""
     key = name, device_type
     with _trying:
         if key not in _verdicts:
@@ -169,12 +171,12 @@ def _warn_once(message: str) -> None:
 
 
 def is_wrapper(t: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, as a DTensor or a FakeTensor."""
+    """Whether a tensor has no memory of its own, such as a DTensor or a FakeTensor."""
     return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def is_plain(t: Tensor) -> bool:
-    """A tensor whose memory is what it seems, of a dtype we load."""
+    """Whether a tensor has memory of its own, and a dtype that engines load."""
     return t.dtype in _DTYPES and not is_wrapper(t)
 
 
@@ -184,28 +186,33 @@ def is_capturing() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether torch shows every operation to somebody: what is done by address would go unseen."""
+    """Whether a mode of torch sees every operation: it would not see work by address."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        or _records_before_dispatch()
     )
+
+
+def _records_before_dispatch() -> bool:
+    """Whether a mode sees operations before autograd does, as for torch.export, which includes this key."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
 
 
 _TRACERS = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
 def is_traced() -> bool:
-    """Whether somebody also does something else with them: records them, or has tensors without numbers."""
+    """Whether such a mode also records operations, or has tensors without numbers."""
     return is_watched() and (
         any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
         or torch._C._functorch.maybe_current_level() is not None
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        or _records_before_dispatch()
     )
 
 
 def clip_totals(kind: str, measured: np.ndarray, clip_ids: np.ndarray) -> np.ndarray:
-    """What was measured of all rows that are clipped together, by their number.
+    """What was measured, over all rows that are clipped together, by clip id.
 
     >>> clip_totals("sum", np.array([1.0, 2.0, 4.0]), np.array([1, 0, 1])).tolist()
     [2.0, 5.0]
@@ -221,7 +228,7 @@ def clip_totals(kind: str, measured: np.ndarray, clip_ids: np.ndarray) -> np.nda
 
 
 def chunks(numels: np.ndarray, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tensors cut into chunks of `size` elements: of every chunk its tensor, and its number within that. Each
+    """Cut tensors into chunks of `size` elements: the tensor of every chunk, and its number within that. Each
     tensor may have its own size.
 
     >>> [x.tolist() for x in chunks(np.array([5, 0, 2]), 2)]
@@ -233,7 +240,7 @@ def chunks(numels: np.ndarray, size: int | np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def chunk_starts(numels: np.ndarray, size: int | np.ndarray) -> np.ndarray:
-    """Of every tensor the number of its first chunk, and how many there are.
+    """The number of the first chunk of every tensor, and of all chunks.
 
     >>> chunk_starts(np.array([5, 0, 2]), 2).tolist()
     [0, 3, 3, 4]

@@ -1,7 +1,7 @@
-"""What a step is computed on: parameters with their gradients and states, tables of them, and the plan."""
+"""What a step works on: parameters with their gradients and states, tables of them, and the plan."""
 
 from .. import _engines
 from .trial import try_engine
 
-# engines cannot take a step by themselves, and choose one that has to be tried out before
+# only this layer can take a step, which trying out an engine needs
 _engines.trial = try_engine

@@ -1,7 +1,7 @@
-"""Steps of tensors that are handed over at every call, without an optimizer.
+"""Steps of tensors that are passed at every call, without an optimizer.
 
-Nothing is kept alive between calls. What is kept is how the last calls' tensors were stored and the tables
-made for them, so that a call with the same tensors, or others stored alike in their place, only launches.
+No tensor is kept alive between calls. Kept are the tables of the last calls and how their tensors were stored,
+so that a call with the same tensors, or with others that are stored alike, only launches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .._engines import CHANGED, MOVED, Amp, is_watched
 from . import watch
-from .row import Memory, Row, Settings, Update, make_row
+from .row import Memory, Row, make_row
+from .settings import Settings, Update
 from .shards import local
 from .stepping import step as step_tables
 from .table import Table, make_tables
@@ -38,19 +39,19 @@ class Job(NamedTuple):
 
 
 class Call:
-    """Tables for tensors stored as these are."""
+    """Tables for tensors that are stored as these are."""
 
     # inference tensors cannot be written outside inference mode, so none is allocated here
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, lists: Lists, job: Job) -> None:
         self._job = job
-        # states that lie otherwise than their parameters are updated in copies
+        # states that are not laid out like their parameters are updated in copies
         self._moved: list[tuple[Tensor, Tensor]] = []
         rows = [self._row(roles, job) for roles in zip(*lists, strict=True)]
         self.tables = make_tables(rows, job.numbers, [*job.options], job.settings)
         index = {id(row): i for i, row in enumerate(rows)}
-        # of every bucket, which tensors of the lists are its rows
+        # each bucket, with the places of its rows in the lists
         self._buckets = [
             (bucket, [index[id(row)] for row in bucket.rows])
             for table in self.tables
@@ -61,9 +62,9 @@ class Call:
         for bucket, _ in self._buckets:
             bucket.start()
         copies = self._moved or any(
-            bucket.staged or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
+            bucket.has_stand_ins or not bucket.engine.BY_ADDRESS for bucket, _ in self._buckets
         )
-        # it may not serve another call where copies were made, which would keep tensors alive
+        # with copies it cannot serve another call: they would keep tensors alive
         self.can_stay = not copies and not any(local(t) is not t for tensors in lists for t in tensors)
         if self.can_stay:
             tensors = [*chain.from_iterable(lists)]
@@ -79,7 +80,7 @@ class Call:
         return row
 
     def fits(self, lists: Lists) -> bool:
-        """Whether these are stored as those the tables were made for; then the tables point to these."""
+        """Whether these tensors are stored as the tables expect; if so, the tables now point to them."""
         tensors = [*chain.from_iterable(lists)]
         if len(tensors) != self._count:
             return False
@@ -117,8 +118,8 @@ _MOST_CALLS = 1024
 
 
 def call(key: tuple, lists: Lists, job: Job, count: Tensor, check: Callable[[], None]) -> list[Table]:
-    """Step these tensors: checked first, or with an earlier call's tables if they are stored as those were."""
-    # taken out, so that no other thread and nobody after an exception uses it
+    """Step these tensors with the tables of an earlier call, if they fit; if not, `check` the tensors first."""
+    # taken out, so that no other thread uses it, and no later call if this one raises
     found = None if is_watched() else _calls.pop(key, None)
     with torch.no_grad():
         if found is None or not found.fits(lists):

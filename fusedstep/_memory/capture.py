@@ -1,4 +1,4 @@
-"""What holds after a CUDA graph has captured a step: it reads and writes where it did then."""
+"""Checks after a CUDA graph has captured a step: a replay uses the addresses of the capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .shards import local
 if TYPE_CHECKING:
     from .._algorithm.step import StepSpec
     from .._engines import Amp
+    from .options import Options
     from .plan import Plan
+    from .settings import Settings
 
 
 _WHAT_TO_DO = (
@@ -24,14 +26,29 @@ _WHAT_TO_DO = (
 )
 
 
+def check_capturable(options: Options, settings: Settings) -> None:
+    """Raise if a replay would not do what a step does."""
+    if options.has_host_tensors:
+        raise RuntimeError(
+            "an option of a group is a tensor on the CPU, which a CUDA graph would not read again; use a "
+            "number, or a tensor on the device"
+        )
+    ranks = settings.norm_ranks
+    if ranks is not None and ranks.device.type == "cpu":
+        raise RuntimeError(
+            "the ranks of norm_group talk on the host, which a CUDA graph does not replay; use a group that "
+            "talks on the device, such as torch.distributed.new_group(backend='nccl')"
+        )
+
+
 class Capture:
-    """A plan that a graph relies on. It keeps alive what the graph reads, and watches gradients for moving."""
+    """A plan that a graph relies on: it keeps alive what the graph reads, and notices gradients that move."""
 
     def __init__(self, plan: Plan, amp: Amp) -> None:
         self.plan = plan
         self._cells = [table.host_cells.copy() for table in plan.tables]
         rows = [row for table in plan.tables for row in table.rows if row.started]
-        # by their memory, which nobody else may get
+        # detached tensors hold the memory, which must not be given to others
         self._kept = amp, [[t.detach() for t in row.local_tensors() if t is not None] for row in rows]
         self._hooks = [
             p.register_post_accumulate_grad_hook(_watching(weakref.ref(self), local(p.grad).data_ptr()))
@@ -40,7 +57,7 @@ class Capture:
         ]
 
     def check(self, optimizer: Any, spec: StepSpec) -> None:
-        """Raise if a step would not do what the captured one does."""
+        """Raise if a step would not do what the captured step does."""
         if spec != self.plan.spec:
             raise RuntimeError(
                 "a CUDA graph has captured step() with another zero_grad, skip_nonfinite, statistics or "
@@ -65,21 +82,21 @@ class Capture:
 
 
 def _watching(capture: weakref.ref, address: int) -> Callable[[Tensor], None]:
-    """A hook that notices another gradient than the one at this address, while there is a capture."""
+    """A hook that raises if the gradient is not at this address, as long as the capture exists."""
 
     def watch(p: Tensor) -> None:
         moved = p.grad is not None and local(p.grad).data_ptr() != address
         if moved and capture() is not None and not is_capturing():
             raise RuntimeError(
                 f"a CUDA graph has captured step(), and the gradient of a parameter of shape {tuple(p.shape)} "
-                f"is now another one; {_WHAT_TO_DO}"
+                f"has another address now; {_WHAT_TO_DO}"
             )
 
     return watch
 
 
-def _telling(name: str) -> Callable:
-    """A method of dict that tells about the change, and takes it back if that is refused."""
+def _notifying(name: str) -> Callable:
+    """A method of dict that calls `changed` after a change, and undoes the change if that raises."""
     method = getattr(dict, name)
 
     def change(self: Group, *args: Any, **kwargs: Any) -> Any:
@@ -95,22 +112,23 @@ def _telling(name: str) -> Callable:
             raise
         return result
 
-    # not functools.wraps: doctest of Python 3.12 wants what it wraps to be a function
+    # not functools.wraps: doctest of Python 3.12 expects the wrapped object to be a function
     change.__name__, change.__doc__ = name, method.__doc__
     return change
 
 
 class Group(dict):
-    """A group of an optimizer that tells when an option is set."""
+    """A group of an optimizer that calls `changed` when an option is set."""
 
     def __init__(self, group: dict[str, Any], place: int, changed: weakref.WeakMethod) -> None:
         super().__init__(group)
-        # weak, so that an optimizer goes when it is dropped: left to the garbage collector, its pinned memory
-        # may go in the middle of another capture, which CUDA does not allow
+        # weak, so that an optimizer is freed when it is dropped: the garbage collector may free its pinned
+        # memory in the middle of another capture, which CUDA does not allow
         self.place, self.changed = place, changed
 
-    __setitem__, __delitem__, __ior__ = map(_telling, ("__setitem__", "__delitem__", "__ior__"))
-    update, setdefault, pop, popitem, clear = map(_telling, ("update", "setdefault", "pop", "popitem", "clear"))
+    __setitem__, __delitem__, __ior__ = map(_notifying, ("__setitem__", "__delitem__", "__ior__"))
+    update, setdefault, pop = map(_notifying, ("update", "setdefault", "pop"))
+    popitem, clear = map(_notifying, ("popitem", "clear"))
 
     def __reduce__(self) -> tuple:
         # a copy belongs to no graph

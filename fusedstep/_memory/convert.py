@@ -1,4 +1,4 @@
-"""States and masters of a parameter from one format to another, as checkpoints need it."""
+"""Converting states and masters of a parameter from one format to another, for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .._algorithm.formats import Copied, Format, Plain, Plane, Split
 from .._algorithm.program import EMA, Rule
 from .._engines.foreach.placed import decode, encode
 from . import shards
-from .row import Update
+from .settings import Update
 from .shards import local
 from .storage import AS_PARAMETER, found_format, found_master, param_format, plane_shape, state_format
 
 
 def state_names(rules: Iterable[Rule]) -> list[str]:
-    """All that rules keep, and averages."""
+    """The names of all states of these rules, and of averages."""
     return [*dict.fromkeys([*(name for rule in rules for _, name in rule.states), EMA])]
 
 
 def convert(p: Tensor, values: dict[str, Any], update: Update, owner: str) -> None:
-    """Have states of a parameter stored as they are asked for, in place."""
+    """Convert the states of a parameter to the formats that `update` asks for, in place."""
     if update.storage == AS_PARAMETER and _has_its_dtype(p, values):
-        # most checkpoints: not worth asking more
+        # so it is with most checkpoints: nothing needs converting
         return
     for name in state_names([update.rule]):
         found = found_format(name, values, draws=False)
-        # what does not fit is left for the next step, which says so
+        # a state that does not fit is left as it is: the next step raises
         if found is not None and _fits(p, values, found.planes(name)):
             wanted = state_format(p, update.rule, name, update.storage)
             _replace(p, values, name, found, wanted)
@@ -38,19 +38,19 @@ def convert(p: Tensor, values: dict[str, Any], update: Update, owner: str) -> No
 
 @torch.no_grad()
 def expand(p: Tensor, values: dict[str, Any], names: Iterable[str]) -> None:
-    """Have states of a parameter in float32 at least, and a master as a tensor of its own, in place."""
+    """Convert the states of a parameter to float32 at least, and its master to a separate tensor, in place."""
     for name in names:
         found = found_format(name, values, draws=False)
         if found is not None and found.loses_bits:
             _replace(p, values, name, found, Plain(torch.float32))
     if found_master(local(p), values) is not None:
         _convert_master(p, values, Copied(local(p).dtype))
-    # of a parameter that was of 16 bits once
+    # left over if the parameter had 16 bits once
     values.pop("master_rest", None)
 
 
 def _has_its_dtype(p: Tensor, values: dict[str, Any]) -> bool:
-    """Whether all states of a parameter are of its dtype, which no part of another format is."""
+    """Whether all states of a parameter have its dtype, which planes of other formats never have."""
     dtype = p.dtype
     return "master" not in values and all(
         name == "step" or (isinstance(value, Tensor) and value.dtype == dtype) for name, value in values.items()
@@ -58,7 +58,7 @@ def _has_its_dtype(p: Tensor, values: dict[str, Any]) -> bool:
 
 
 def _fits(p: Tensor, values: dict[str, Any], planes: Iterable[Plane]) -> bool:
-    """Whether there are all of these planes, of the shape and distributed as the parameter is."""
+    """Whether all of these planes exist, have the right shape, and are distributed as the parameter is."""
     found = [(values.get(plane.name), plane_shape(plane, p, p)) for plane in planes]
     return all(isinstance(t, Tensor) and t.shape == shape and shards.lies_alike(t, p) for t, shape in found)
 
@@ -68,7 +68,7 @@ def _tensors(stored: Format, name: str, values: dict[str, Any]) -> list[Tensor]:
 
 
 def _empty(stored: Format, name: str, p: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Planes of a state for the part of a parameter that is here."""
+    """Planes of a state, for the local part of a parameter."""
     return {
         plane.name: torch.empty(plane_shape(plane, p, local(p)), dtype=plane.dtype, device=device)
         for plane in stored.planes(name)
@@ -106,13 +106,13 @@ def _convert_master(p: Tensor, values: dict[str, Any], wanted: Format) -> None:
     if found == wanted or (found is not None and not _fits(p, values, found.planes("param")[1:])):
         return
     if found is not None:
-        # where its master is, which may be another device than the parameter's
+        # on the master's device, which may not be the parameter's
         part = part.to(local(values[found.planes("param")[1].name]).device)
     master = None if found is None else _master(found, part, values)
     values.pop("master", None)
     values.pop("master_rest", None)
     if master is None or isinstance(wanted, Plain):
-        # of the parameter itself, when it is stepped
+        # if one is wanted, the next step makes it from the parameter
         return
     if isinstance(wanted, Split):
         values["master_rest"] = shards.like(_rest(wanted, part, master), p)
@@ -127,19 +127,19 @@ def _master(found: Format, part: Tensor, values: dict[str, Any]) -> Tensor:
 
 
 def _beside(master: Tensor, part: Tensor) -> Tensor:
-    """A master for the parameter that is there: half way between two, a split one was rounded away from zero,
-    and a unit in the last place has it rounded there to nearest, too.
+    """A master that also rounds to the parameter to nearest even: a split master half way between two numbers
+    was rounded away from zero, and needs one more unit in the last place.
     """
     away = torch.nextafter(master, part.float())
     return torch.where((master.to(part.dtype) != part) & (away.to(part.dtype) == part), away, master)
 
 
 def _rest(wanted: Split, part: Tensor, master: Tensor) -> Tensor:
-    """What a master is more than the parameter that is there."""
+    """The rest of a master beside this parameter."""
     planes = wanted.planes("param")
     rounded, rest = (torch.empty(part.shape, dtype=plane.dtype, device=part.device) for plane in planes)
     encode(wanted, master, [rounded, rest])
-    # half way between two parameters, another rounding may have taken the other one
+    # half way between two numbers, the parameter may have been rounded to the other one
     limits = torch.iinfo(rest.dtype)
     is_above = (part.abs() < rounded.abs()) & (rest == limits.min)
     return torch.where(is_above, limits.max, rest)

@@ -1,5 +1,5 @@
-"""What a table keeps once for each row, such as step counts: a vector on its device, of which every row has a
-view in its state.
+"""Numbers that a table keeps once for each row, such as step counts: a vector on its device. The state of every
+row has a view of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .transfer import upload
 
 
 class Counts:
-    """Numbers that an engine writes where they are, and the tensors that states hold of them."""
+    """A vector of numbers that an engine updates in place, and the views of it that states hold."""
 
     def __init__(self, vector: Tensor) -> None:
         self.vector, self._device, size = vector, vector.device, len(vector)
@@ -28,27 +28,27 @@ class Counts:
         has_memory = type(vector) is Tensor and not vector.is_meta and not is_traced()
         self._address = vector.data_ptr() if has_memory else None
         self._kind = watch.kind_of(self.views[0])
-        # the same memory, if it is the host's: reading that waits for nothing
+        # the same memory, if it is on the host: reading it waits for nothing
         self._on_host = self.vector.numpy() if has_memory and self.vector.is_cpu else None
         self.known = KnownSteps(self.vector)
-        # whether states have the views by now
-        self._are_held = False
-        # counts that other processes see too, by row
+        # places whose views are in states
+        self._held: set[int] = set()
+        # counts in memory that other processes share, by row
         self._shared: dict[int, Tensor] = {}
 
     def has_moved(self) -> bool:
-        """Whether the vector is elsewhere, as after it was sent to another process."""
+        """Whether the vector has another address, as after it was sent to another process."""
         return self._address is not None and self.vector.data_ptr() != self._address
 
     def has_lost(self, places: Iterable[int]) -> bool:
-        """Whether one of these views is no view of the vector any more."""
+        """Whether one of these views no longer is a view of the vector."""
         if self._address is None:
             return False
         first, size = self._address, self.vector.element_size()
         return any(self._kind.place(self.views[i]) != first + i * size for i in places)
 
     def adopt(self, rows: dict[int, Row], name_of: Callable[[Row], str]) -> None:
-        """Have these rows, by their places, go on here from what they have by these names."""
+        """Copy the numbers that these rows, by their places, have by these names, and keep them here."""
         for row in rows.values():
             row.once_kinds[name_of(row)] = self._kind
         found = {i: row.once[name_of(row)] for i, row in rows.items()}
@@ -69,20 +69,21 @@ class Counts:
             else:
                 rows[i].once[name_of(rows[i])] = self.views[i]
 
-    # what is given away is no inference tensor either
+    # tensors that are given away must not be inference tensors either
     @torch.inference_mode(False)
     @torch.no_grad()
     def _give_away(self, places: list[int]) -> None:
-        """Whoever holds what was the count of these rows keeps it as it is."""
-        if self._are_held and not is_traced():
+        """Give the views of these rows memory of their own, for whoever holds them, and make new views."""
+        held = [i for i in places if i in self._held]
+        if held and not is_traced():
             counts = self.vector.clone()
-            for i in places:
+            for i in held:
                 self.views[i].data, self.views[i] = counts[i], self.vector[i]
-        self._are_held = True
+        self._held.update(places)
 
     @torch.no_grad()
     def _write(self, counts: dict[int, Any]) -> None:
-        # a tensor of the host that goes to a device is read, as a number
+        # a tensor on the host that goes to a device is read, as a number
         is_elsewhere = self._device.type != "cpu" and not is_traced()
         numbers = {
             i: float(count)
@@ -109,7 +110,7 @@ class Counts:
         self.known.adopt([*counts], [numbers.get(i) for i in counts])
 
     def fetch_shared(self) -> None:
-        """Go on from what other processes have counted."""
+        """Copy here what other processes have counted."""
         if self._shared:
             torch._foreach_copy_(*self._both())
 
@@ -119,7 +120,7 @@ class Counts:
             torch._foreach_copy_(theirs, ours)
 
     def _both(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Counts that other processes see: here, and there."""
+        """Our views of the counts that processes share, and the shared tensors."""
         shared = self._shared
         return [self.views[i] for i in shared], [count.detach().view(()) for count in shared.values()]
 
@@ -129,13 +130,13 @@ def _is_on_host(count: Any) -> bool:
 
 
 def is_shared(count: Any) -> bool:
-    """Whether a count is in memory of the host that other processes see, too; all of a GPU could be."""
+    """Whether a count is in host memory that processes share; any memory of a GPU could be shared."""
     return _is_on_host(count) and count.untyped_storage().is_shared()
 
 
 def apart(count: Any) -> Any:
-    """A count that is about to be taken over, while others may be written: as a number, or a copy. Memory that
-    processes share stays what it is.
+    """A count that will be adopted, as a number or a copy: writing other counts must not change it. A count in
+    memory that processes share is returned itself.
     """
     if not isinstance(count, Tensor) or is_traced():
         return count
@@ -150,16 +151,16 @@ def _check(count: Any) -> None:
         count.layout != torch.strided or count.numel() != 1 or count.is_complex()
     ):
         raise RuntimeError(
-            f"a step count, or what is kept beside it, is a tensor of {tuple(count.shape)}, {count.dtype} "
-            f"and {count.layout}; it must be one real number: load a matching checkpoint, or delete "
-            "optimizer.state[p]"
+            f"a step count, or a number kept beside it, is a tensor of shape {tuple(count.shape)}, "
+            f"{count.dtype} and {count.layout}; it must be one real number: load a matching checkpoint, or "
+            "delete optimizer.state[p]"
         )
 
 
 def _check_shared(count: Tensor, row: Row) -> None:
     if count.numel() != 1 or row.device.type != "cpu":
         raise RuntimeError(
-            f"a step count of shape {tuple(count.shape)} is in the host's shared memory, its parameter on "
-            f"{row.device}; processes can share the count of one that is on the CPU, as one number. Otherwise "
-            "use one that is not shared"
+            f"a step count of shape {tuple(count.shape)} is in shared host memory, and its parameter on "
+            f"{row.device}; processes can only share a count that is one number, of a parameter on the CPU. "
+            "Use a count that is not shared"
         )

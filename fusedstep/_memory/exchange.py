@@ -1,9 +1,8 @@
-"""Tensors whose rows are divided among ranks, put together for a stage, and divided again.
+"""Tensors whose rows are divided among ranks are put together for a stage, and divided again.
 
-Each rank puts together some of the tensors of a stack, as much work as every other. It gets the rows that
-others have by one all-to-all, and sends back what the stage made of them by another; those of other stacks are
-on their way meanwhile. Where all ranks have all rows, as with DDP, each works on some tensors and tells the
-others.
+Each rank puts together some of the tensors of a stack, so that all ranks have equal work. One all-to-all brings
+it the rows of other ranks, another sends back the results of the stage; both overlap with the work on other
+stacks. If all ranks have all rows, as with DDP, each works on some tensors and sends the results to the others.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ Work = Callable[[Tensor, Tensor], None]
 
 
 class Shares:
-    """How tensors are divided among ranks, so that all have as much to do, whatever the stacks."""
+    """Divides tensors among ranks, so that all ranks have equal work over all stacks."""
 
     def __init__(self) -> None:
         self._loads: dict[Any, list[float]] = {}
 
     def of(self, ranks: Ranks, count: int, work: float) -> list[int]:
-        """Of `count` tensors, each so much work, how many every rank takes; the same on all of them."""
+        """How many of `count` tensors, each of this much work, every rank takes; all ranks get the same."""
         size = torch.distributed.get_world_size(ranks.group)
         loads = self._loads.setdefault(ranks.group, [0.0] * size)
         taken = [0] * size
@@ -41,16 +40,16 @@ class Shares:
 
 
 class Exchange:
-    """A stack of parts on its way: sent when this is made, worked on by `work`, and back after `wait`."""
+    """A stack of parts in transfer: sent by the constructor, worked on by `work`, back after `wait`."""
 
     def __init__(self, division: Division, taken: list[int], source: Tensor, target: Tensor) -> None:
-        """Ranks take consecutive tensors of the stack, so many each; source and target have parts."""
+        """Each rank takes `taken` consecutive tensors of the stack; source and target hold local parts."""
         ranks, counts = division
         self._ranks, self._target = ranks, target
         self._counts, self._mine = counts, taken[torch.distributed.get_rank(ranks.group)]
         self._row = source.shape[2:]
         length = math.prod(self._row)
-        # of what goes to each rank, and of what comes from it
+        # how many elements go to each rank, and come from it
         self._ours = [n * source.shape[1] * length for n in taken]
         self._theirs = [self._mine * count * length for count in counts]
         self._received = torch.empty(sum(self._theirs), dtype=source.dtype, device=ranks.device)
@@ -64,7 +63,7 @@ class Exchange:
         )
 
     def work(self, run: Work, dtype: torch.dtype) -> None:
-        """Put together what has come, have it worked on, and send it back."""
+        """Put together the parts that have come, run the stage, and send back the results."""
         self._pending.wait()
         parts = [
             part.view(self._mine, count, *self._row)
@@ -80,22 +79,22 @@ class Exchange:
         self._pending = self._send(self._result.view(-1), back, self._ours, self._theirs)
 
     def wait(self) -> None:
-        """Until all parts are back."""
+        """Wait until all parts are back."""
         self._pending.wait()
         if self._result is not None and self._result is not self._target:
             self._target.copy_(self._result)
 
 
 def divide(ranks: Ranks, taken: list[int], run: Work, source: Tensor, target: Tensor) -> None:
-    """Work on a stack of which all ranks have all tensors: each takes so many, and tells the others."""
+    """Work on a stack that all ranks have: each works on some tensors, and sends the others the results."""
     rank, most = torch.distributed.get_rank(ranks.group), max(taken)
     firsts = [sum(taken[:i]) for i in range(len(taken))]
     mine = slice(firsts[rank], firsts[rank] + taken[rank])
     if taken[rank]:
         run(source[mine], target[mine])
-    told = target.new_empty(most, *target.shape[1:], device=ranks.device)
-    told[: taken[rank]].copy_(target[mine])
-    everything = told.new_empty(len(taken) * most, *told.shape[1:])
-    torch.distributed.all_gather_into_tensor(everything, told, group=ranks.group)
+    ours = target.new_empty(most, *target.shape[1:], device=ranks.device)
+    ours[: taken[rank]].copy_(target[mine])
+    everything = ours.new_empty(len(taken) * most, *ours.shape[1:])
+    torch.distributed.all_gather_into_tensor(everything, ours, group=ranks.group)
     for i, part in enumerate(everything.split(most)):
         target[firsts[i] : firsts[i] + taken[i]].copy_(part[: taken[i]])

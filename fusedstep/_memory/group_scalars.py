@@ -1,7 +1,7 @@
-"""What rules keep once for each group: 0-dim tensors among its options, which steps read and write.
+"""Numbers that rules keep once for each group: 0-dim tensors among its options, which steps read and write.
 
-A step reads them as it reads any option that is a tensor. All rows of a group compute the same new values;
-those of its first row are copied back to the group.
+A step reads them like any option that is a tensor. All rows of a group compute the same new values; those of
+its first row are copied back to the group.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .row import Update
+from .settings import Update
 from .shards import local
 from .table import Table
 
 
 class GroupScalar(NamedTuple):
-    """One of them: which group, its name there, and where a table has its new value."""
+    """Such a number: its group, its name there, and where a table has its new value."""
 
     group: int
     name: str
@@ -25,7 +25,7 @@ class GroupScalar(NamedTuple):
 
 
 def place(groups: list[dict[str, Any]], updates: list[Update]) -> None:
-    """Have them in tensors beside the parameters of their groups."""
+    """Make them tensors, on the device of their group's parameters."""
     for i, (group, update) in enumerate(zip(groups, updates, strict=True)):
         for name in update.rule.group_scalars if group["params"] else ():
             found: Any = group.get(name)
@@ -36,15 +36,15 @@ def place(groups: list[dict[str, Any]], updates: list[Update]) -> None:
             is_number = found.numel() == 1 if isinstance(found, Tensor) else isinstance(found, (int, float))
             if not is_number:
                 raise TypeError(
-                    f"group {i} has {name}={found!r}, which steps keep there; use a number or a one-element "
-                    "tensor, 0 to begin anew"
+                    f"group {i} has {name}={found!r}, which steps update there; use a number or a one-element "
+                    "tensor, or 0 to start over"
                 )
             dtype = torch.float32 if device.type == "mps" else torch.float64
             group[name] = torch.full((), float(found), dtype=dtype, device=device)
 
 
 def found_in(tables: list[Table]) -> list[GroupScalar]:
-    """All that these tables compute."""
+    """All group scalars that these tables compute."""
     found: list[GroupScalar] = []
     seen: set[int] = set()
     for table in tables:
@@ -67,6 +67,6 @@ def are_placed(scalars: list[GroupScalar], groups: list[dict[str, Any]]) -> bool
 
 @torch.no_grad()
 def keep(scalars: list[GroupScalar], groups: list[dict[str, Any]]) -> None:
-    """After a step."""
+    """Copy the new values to the groups, after a step."""
     for i, name, value in scalars:
         groups[i][name].copy_(value, non_blocking=True)

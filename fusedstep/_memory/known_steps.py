@@ -1,4 +1,4 @@
-"""What the host knows of step counts that are on a device, without reading them there."""
+"""What the host knows of step counts on a device, without reading them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class KnownSteps:
-    """A label for every count of a vector: from 0 on, the count itself; below 0, a name for one nobody read.
+    """A label for every count of a vector: the count itself, or if negative, a name for an unknown count.
 
     Counts with the same label are equal. A step that the device may skip counts all its rows or none of them,
-    so that counts which were equal stay so, although nobody knows what they are.
+    so equal counts stay equal, although the host does not know them.
     """
 
     def __init__(self, steps: Tensor) -> None:
@@ -26,17 +26,17 @@ class KnownSteps:
         return self._steps._version if self._is_readable else 0
 
     def check(self) -> None:
-        """Call before the counts are used or written: forgets what may no longer hold."""
+        """Call before the counts are used or written: forgets counts that may have changed."""
         if self._current_version() != self._seen:
             # somebody wrote through a view, such as state[p]["step"]
             self.labels = -1.0 - np.arange(len(self.labels))
             self._seen = self._current_version()
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
-            # collectives write without telling, as when rank 0 broadcasts its state
+            # collectives write without changing the version, as when rank 0 broadcasts its state
             self._forget(self.labels >= 0, np.zeros(len(self.labels)))
 
     def adopt(self, places: Sequence[int], counts: Sequence[float | None]) -> None:
-        """The counts in these places have just been set; None: to what a device holds."""
+        """Note that the counts in these places have just been set; None: to a number unknown to the host."""
         lowest = min(self.labels.min(initial=0.0), 0.0)
         names = (lowest - 1.0 - i for i in range(len(places)))
         labels = [name if count is None else count for count, name in zip(counts, names, strict=True)]
@@ -44,7 +44,7 @@ class KnownSteps:
         self._seen = self._current_version()
 
     def advance(self, live: np.ndarray, may_skip: bool) -> None:
-        """The device has just counted a step of the `live` rows, or perhaps skipped it."""
+        """Note that the device has just counted a step of the `live` rows, or perhaps skipped it."""
         is_known = self.labels >= 0
         if may_skip:
             self._forget(is_known & (live != 0), live)
@@ -54,7 +54,7 @@ class KnownSteps:
         self._seen = self._current_version()
 
     def _forget(self, which: np.ndarray, live: np.ndarray) -> None:
-        """Names instead of these counts; what had one name keeps one where it is alike in `live`."""
+        """Replace these counts by names; equal labels get equal names if they are equal in `live`."""
         which = which | (self.labels < 0)
         labels, live = self.labels[which], live[which]
         if len(labels) and (labels == labels[0]).all() and (live == live[0]).all():

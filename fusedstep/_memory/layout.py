@@ -1,7 +1,7 @@
 """How a tensor lies in memory.
 
-An engine that works on addresses needs every role of a tensor (parameter, gradient, states) dense and
-in the same element order. What is not gets a dense stand-in, copied in before and out after the update.
+An engine that works by address needs a parameter, its gradient and states dense and in the same element order.
+A tensor that is not gets a dense stand-in, which is copied in before the update and out after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def empty_like(t: Tensor, strides: Sequence[int], dtype: torch.dtype | None = No
 
 
 def laid_like(t: Tensor, strides: Sequence[int]) -> Tensor:
-    """`t` itself if it lies so, else a copy that does."""
+    """`t` itself if it has this layout, else a copy that has."""
     return t if lies_like(t, strides) else empty_like(t, strides).copy_(t)
 
 

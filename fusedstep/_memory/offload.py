@@ -1,9 +1,10 @@
-"""Parameters that are stepped on the host, where all that is kept for them lives: `offload="cpu"`.
+"""Parameters that are stepped on the host, where all their states are: `offload="cpu"`.
 
-The update works on stand-ins for a parameter and its gradient, in memory of the host. Tables of a bounded size
-take turns: first all gradients and parameters are sent on their way down, in a stream of their own; a table is
-stepped when its own have arrived, and its parameters go up, in another stream, while the next one is stepped.
-The current stream waits for what goes up; the host does not.
+The update works on stand-ins for a parameter and its gradient, in host memory. Tables of a bounded size take
+turns. First, a stream of its own begins to copy down, to the host, all gradients, and parameters that something
+else has written. A table is stepped when its tensors have arrived. Then its parameters are copied up, to the
+device, in another stream, while the next table is stepped. The current stream waits for the copies up; the host
+does not.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from torch import Tensor
 from .._algorithm.step import GRAD, PARAM
 from .._engines import is_plain
 from . import shards
+from .sent import Sent
 
 if TYPE_CHECKING:
     from .._algorithm.program import StepSpec
     from .row import Row
 
-# as users name them
+# values of the argument `offload`
 PLACES = ("cpu",)
-# bytes of parameters that go down, are stepped and go up together: few enough that copies and work overlap,
-# enough that a copy takes much longer than to start it
+# bytes of parameters that are copied and stepped together: few enough that copies and updates overlap, and
+# enough that a copy takes much longer than its launch
 BUCKET_BYTES = 64 << 20
 
 
 class Home(NamedTuple):
-    """Where a parameter is stepped, and what is kept for it lives; `is_away` if that is not where it is."""
+    """Where a parameter is stepped, and its states are; `is_away` if the parameter itself is elsewhere."""
 
     device: torch.device
     is_away: bool = False
-    # memory that devices copy from and to by themselves
+    # whether its memory is pinned: devices copy from and to it by themselves
     is_pinned: bool = False
 
     def empty(self, t: Tensor, strides: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -45,51 +47,51 @@ class Home(NamedTuple):
         )
 
     def take(self, t: Tensor) -> Tensor:
-        """`t` itself if it lives here, else a copy that does."""
+        """`t` itself if it is in such memory, else a copy that is."""
         here = t.to(self.device)
         return here.pin_memory() if self.is_pinned and not here.is_pinned() else here
 
 
 def applies(part: Tensor) -> bool:
-    """Whether a parameter, of which `part` is here, can be stepped elsewhere than it is: on the host."""
+    """Whether offload applies to a parameter with this local `part`: it is not on the host already."""
     return part.device.type != "cpu"
 
 
 def home_of(p: Any, asked: bool, owner: str) -> Home:
-    """Where a parameter is stepped; on the host, if that is `asked` for and it is not there anyway."""
+    """Where a parameter is stepped: on its own device, or on the host if that is `asked` for."""
     part = shards.local(p)
     if not asked:
         return Home(part.device)
     if shards.is_offloaded(p):
         raise RuntimeError(
-            f'{owner} has offload="cpu", and FSDP2\'s CPUOffloadPolicy keeps parameters on the CPU, where they '
+            f'{owner} has offload="cpu", but FSDP2\'s CPUOffloadPolicy keeps parameters on the CPU, where they '
             "are stepped with their states anyway; choose one: leave out offload, or the policy"
         )
     if not applies(part):
         return Home(part.device)
     if not is_plain(part):
         raise RuntimeError(
-            f'{owner} has offload="cpu", which copies plain float tensors, and found a parameter that is a '
+            f'{owner} has offload="cpu", which copies plain float tensors, but found a parameter that is a '
             f"{type(part).__name__} of {part.dtype}; give it an optimizer without offload"
         )
     return Home(torch.device("cpu"), is_away=True, is_pinned=part.is_cuda)
 
 
 def check_away(optimizer: Any, rows: Sequence[Row]) -> None:
-    """Warn where nothing is gained, for parameters that are on the host."""
+    """Warn if some parameters are on the host already: offload gains nothing for them."""
     if optimizer.settings.offload and not all(row.home.is_away for row in rows):
         optimizer.warn_of_host(
-            f'{optimizer.settings.owner} has offload="cpu", and some parameters are on the CPU already: they '
-            "are stepped there as without it. Move the model to its device before the first step(), or leave "
-            "out offload"
+            f'{optimizer.settings.owner} has offload="cpu", but some parameters are on the CPU already: it '
+            "changes nothing for them. Move the model to its device before the first step(), or leave out "
+            "offload"
         )
 
 
 def take_turns(rows: Sequence[Row]) -> None:
-    """Have rows that are away from their parameters take turns, by these bytes.
+    """Have rows that are away from their parameters take turns, of about `BUCKET_BYTES` each.
 
-    Those of a turn are on one device and distributed alike; tensors that only this rank has come last. So ranks
-    whose tables talk to each other have the same ones, in the same order.
+    Parameters of a turn are on one device and distributed alike; those that only this rank has come last. So
+    ranks whose tables exchange sums have the same turns, in the same order.
     """
     alike: dict[tuple, list[Row]] = {}
     for row in (row for row in rows if row.home.is_away):
@@ -102,7 +104,7 @@ def take_turns(rows: Sequence[Row]) -> None:
 
 
 def _filled(rows: list[Row]) -> list[tuple[list[Row], int]]:
-    """The rows of every turn, and their bytes."""
+    """These rows in turns: the rows of every turn, and their bytes."""
     members: list[Row] = []
     found, taken = [], 0
     for row in rows:
@@ -116,51 +118,61 @@ def _filled(rows: list[Row]) -> list[tuple[list[Row], int]]:
 
 
 def _small_ones_at_the_ends(turns: list[tuple[list[Row], int]]) -> list[list[Row]]:
-    """The host has nothing to do until the first has come down, and the device until the last has gone up."""
+    """The host is idle until the first turn has come down, and the device until the last has gone up."""
     ordered = [members for members, _ in sorted(turns, key=lambda turn: turn[1])]
     return ordered[::2] + ordered[1::2][::-1]
 
 
 class Copies:
-    """Between rows and their stand-ins: on one device, or where its work cannot overlap with the host's."""
+    """Copies to and from stand-ins, on one device, or on devices whose copies cannot overlap with updates."""
 
     @torch.no_grad()
     def bring(self, rows: Sequence[Row], planes: Sequence[int]) -> None:
-        """Begin to copy these, gradients or parameters or both."""
+        """Begin to copy these planes to stand-ins: gradients, parameters or both."""
         for plane in planes:
             for row in rows:
                 row.copy_in(plane)
 
     def wait(self, plane: int) -> None:
-        """Until these, and what was brought before them, are there."""
+        """Wait until this plane has arrived, and everything that was brought before it."""
 
     @torch.no_grad()
     def send_back(self, rows: Sequence[Row], spec: StepSpec) -> None:
-        """What the step has written; whatever comes next on the device finds it there."""
+        """Copy back what the step has written; whatever runs next on the device sees it."""
         for row in rows:
             row.copy_out(spec)
 
 
 class Streamed(Copies):
-    """The same beside what else the device and the host do."""
+    """The same in streams, so that copies overlap with the work of device and host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._arrived = device, {plane: torch.cuda.Event() for plane in (GRAD, PARAM)}
         self._down, self._up = _streams(device)
+        self._sent = Sent(device)
 
     @torch.no_grad()
     def bring(self, rows: Sequence[Row], planes: Sequence[int]) -> None:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
-        # which reads from the stand-ins that are written now
+        # `_up` reads from the stand-ins that are written now
         self._down.wait_stream(self._up)
         with torch.cuda.stream(self._down):
             for plane in planes:
-                for row in rows:
+                for row in self._sent.compare(rows) if plane == PARAM else rows:
                     row.copy_in(plane, waits=False)
                 self._arrived[plane].record(self._down)
 
+    @torch.no_grad()
     def wait(self, plane: int) -> None:
         self._arrived[plane].synchronize()
+        late = self._sent.changed() if plane == PARAM else []
+        if late:
+            # in the other stream: in `_down` it would wait for the copies of later tables
+            with torch.cuda.stream(self._up):
+                for row in late:
+                    row.copy_in(PARAM, waits=False)
+                self._arrived[PARAM].record(self._up)
+            self._arrived[PARAM].synchronize()
 
     @torch.no_grad()
     def send_back(self, rows: Sequence[Row], spec: StepSpec) -> None:
@@ -168,8 +180,9 @@ class Streamed(Copies):
             with torch.cuda.stream(self._up):
                 for row in rows:
                     row.copy_out(spec, waits=False)
+                self._sent.note(rows)
         finally:
-            # at once, for what has gone up so far: an exception may end the step
+            # even after an exception, for what has gone up so far
             torch.cuda.current_stream(self._device).wait_stream(self._up)
 
 
@@ -179,6 +192,6 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
 
 
 def copies_of(row: Row) -> Copies:
-    """For a table of rows like this one."""
+    """The copies for a table of rows like this one."""
     is_streamed = row.home.is_away and row.place.type == "cuda"
     return Streamed(row.place) if is_streamed else Copies()

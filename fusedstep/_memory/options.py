@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import is_, is_not
@@ -38,7 +38,7 @@ class GroupOptions:
     is_mutable: bool
 
     def in_table(self) -> tuple[list[float], list[int]]:
-        """The numbers as tables have them, and the columns in which these only stand for tensors."""
+        """The numbers as tables have them, and the columns in which they are placeholders of tensors."""
         return self.numbers, [tensor.column for tensor in self.tensors]
 
     @property
@@ -51,12 +51,12 @@ class GroupOptions:
         return any(isinstance(v, Tensor) and v.device.type == "cpu" for v in flat)
 
     def changed(self, group: dict[str, Any]) -> list[Any] | None:
-        """What these options are now, if one may have changed."""
+        """The values that these options have now, if one may have changed."""
         values = [*map(group.get, self.names)]
         return values if self.is_mutable or not all(map(is_, values, self.values)) else None
 
     def changed_numbers(self, values: list[Any], columns: dict[str, int]) -> dict[int, float] | None:
-        """What differs from those that were read, by column, if that is plain numbers only."""
+        """The numbers that differ from those that were read, by column; None if not only numbers may differ."""
         if self.is_mutable:
             return None
         changed = [*compress(range(len(values)), map(is_not, values, self.values))]
@@ -71,12 +71,12 @@ class GroupOptions:
 
 
 class Options:
-    """The options of all groups, and the numbers of them that tables have: a row for each group."""
+    """The options of all groups, and their numbers as tables have them: a row for each group."""
 
     _groups: list[GroupOptions]
 
     def __init__(self, optimizer: Any, known: Options | None) -> None:
-        """What is `known`, from an earlier plan, need not be read again."""
+        """Groups that are `known` from an earlier plan, and have not changed, are not read again."""
         groups, before = optimizer.param_groups, [] if known is None else known._groups
         self._groups = [
             before[i] if i < len(before) and before[i].changed(group) is None else read_group(optimizer, i)
@@ -85,6 +85,12 @@ class Options:
         self.numbers = np.array([options.numbers for options in self._groups])
         # groups whose numbers tables do not have yet
         self._stale: set[int] = set()
+
+    def take_in(self, optimizer: Any) -> None:
+        """Read the options of groups that were added."""
+        seen = len(self._groups)
+        self._groups += [read_group(optimizer, i) for i in range(seen, len(optimizer.param_groups))]
+        self.numbers = np.array([options.numbers for options in self._groups])
 
     @property
     def clips(self) -> bool:
@@ -100,15 +106,15 @@ class Options:
         return bool(self._stale)
 
     def changed(self, groups: Sequence[dict[str, Any]]) -> dict[int, list[Any]]:
-        """The options of groups, by their places, of which one may have changed."""
-        values = [options.changed(group) for options, group in zip(self._groups, groups, strict=True)]
-        return {i: now for i, now in enumerate(values) if now is not None}
+        """The options of groups in which one may have changed, by the places of the groups."""
+        pairs = enumerate(zip(self._groups, groups, strict=True))
+        return {i: now for i, (options, group) in pairs if (now := options.changed(group)) is not None}
 
     def read_again(self, optimizer: Any, changed: dict[int, list[Any]]) -> None:
-        """Read these, for the next `upload`."""
+        """Read the options of these groups, for the next `upload`."""
         numbers = {i: self._groups[i].changed_numbers(now, optimizer.columns) for i, now in changed.items()}
         read = {i: read_group(optimizer, i) for i, found in numbers.items() if found is None}
-        # a number may be what stood for a tensor
+        # columns of tensors are compared, too: a number may equal the placeholder of a tensor
         stale = [i for i in changed if i not in read or read[i].in_table() != self._groups[i].in_table()]
         _check_upload(stale)
         # whatever can raise has done so
@@ -120,14 +126,14 @@ class Options:
         self._stale.update(stale)
 
     def replace(self, i: int, options: GroupOptions) -> GroupOptions:
-        """Have these for group `i`, for the next `upload`; gives those that it had."""
+        """Give group `i` these options, for the next `upload`; returns those that it had."""
         before, self._groups[i] = self._groups[i], options
         if options.in_table() != before.in_table():
             self._stale.add(i)
         return before
 
     def upload(self, tables: Sequence[Any]) -> None:
-        """Copy to the tables what they do not have yet, and what lives on a device itself."""
+        """Copy to the tables options that have changed, and options that are tensors on a device."""
         if self._stale:
             stale = [*self._stale]
             self.numbers[stale] = [self._groups[i].numbers for i in stale]
@@ -137,19 +143,19 @@ class Options:
         devices = {table.device for table in tables}
         for i, options in enumerate(self._groups):
             for column, value in options.tensors:
-                # to the host once, which waits
+                # once for all tables of a device: to the host, it waits
                 there = {device: to_device(value, device) for device in devices}
                 for table in tables:
                     table.set_tensor_option(i, column, there[table.device])
 
 
 def _check_upload(stale: list[int]) -> None:
-    """Raise where options of these groups cannot be brought to the device."""
+    """Raise if options of these groups cannot be copied to the device."""
     if stale and is_capturing():
         raise RuntimeError(
-            "an option of a group has changed since the last step, and cannot be brought to the device "
-            "while a CUDA graph is captured; take one more step() before, or change it afterwards: the "
-            "graph need not be captured again for that"
+            "an option of a group has changed since the last step, and cannot be copied to the device while "
+            "a CUDA graph is captured; take one more step() before the capture, or change the option after "
+            "it, which needs no new capture"
         )
 
 
@@ -158,7 +164,7 @@ def is_sequence(value: Any) -> bool:
     return (
         hasattr(value, "__len__")
         and hasattr(value, "__getitem__")
-        and not isinstance(value, (str, Tensor, dict))
+        and not isinstance(value, (str, Tensor, Mapping))
     )
 
 
@@ -174,7 +180,7 @@ def read_group(optimizer: Any, i: int) -> GroupOptions:
         for number in _numbers(name, value, place, len(optimizer.options.get(name, (name,)))):
             if isinstance(number, Tensor):
                 tensors.append(TensorOption(len(numbers), number))
-            # not 0, which for some means off
+            # a placeholder; not 0, which turns some options off
             numbers.append(1.0 if isinstance(number, Tensor) else number)
     names = (*optimizer.all_options, *IN_GROUPS)
     values = [*map(group.get, names)]
@@ -193,7 +199,8 @@ def _numbers(name: str, option: Any, group: int, count: int) -> Iterable[float |
         words = {2: "two", 3: "three"}
         raise ValueError(f"group {group} has {name}={option!r}; {words[count]} numbers are needed")
     for value in option if count > 1 else (option,):
-        if type(value) is float:  # mostly
+        # the usual case
+        if type(value) is float:
             yield value
             continue
         try:

@@ -1,4 +1,4 @@
-"""Some parameters of an optimizer, stepped apart from the others as if they were all it has."""
+"""Some parameters of an optimizer, stepped apart from the others, as if it had no others."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from .._algorithm.program import StepSpec
-from .plan import Plan, names_in
+from .names import names_in
+from .plan import Plan
 from .taking import Way, take_step
 
 
 class Part:
-    """An optimizer to a plan: all is the whole optimizer's, but its groups have only these parameters, and its
-    states are theirs. What it holds of the whole is only borrowed for a step.
+    """Takes the place of an optimizer for a plan: everything is the whole optimizer's, except that groups and
+    states are only those of these parameters. It refers to the whole optimizer only during a step.
     """
 
     param_groups: list[dict[str, Any]]
@@ -27,7 +28,7 @@ class Part:
         mine = {id(p) for p in params}
         names = names_in(optimizer.param_groups)
         members = ([p for p in group["params"] if id(p) in mine] for group in optimizer.param_groups)
-        # by the places of their groups
+        # by the place of their group
         self._members = {i: each for i, each in enumerate(members) if each}
         self._names = {i: [names[p] for p in each if p in names] for i, each in self._members.items()}
         self.params = [*chain.from_iterable(self._members.values())]
@@ -35,7 +36,7 @@ class Part:
         self._whole: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        # only what is not found here
+        # called only for names that are not found here
         return getattr(self._whole, name)
 
     def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
@@ -46,14 +47,14 @@ class Part:
         return [*self._members][i]
 
     def step(self, optimizer: Any, spec: StepSpec, status: Tensor | None) -> Tensor:
-        """Step those that have a gradient; gives the status."""
+        """Step the parameters that have a gradient; returns the status."""
         groups = optimizer.param_groups
         self.param_groups = [
             {**groups[i], "params": members, "param_names": self._names[i]}
             for i, members in self._members.items()
         ]
         self.state = _States(optimizer.state, self.params)
-        # kept only if the step comes through
+        # kept only if the step succeeds
         plan, self._plan, self._whole = self._plan, None, optimizer
         try:
             self._plan = take_step(self, plan, spec, Way(status=status))
@@ -63,7 +64,7 @@ class Part:
         return self._plan.status
 
     def forget_states(self) -> None:
-        """Keep none alive that is about to be replaced."""
+        """Stop keeping states alive, which are about to be replaced."""
         if self._plan is not None:
             self._plan.forget_states()
 
@@ -74,7 +75,7 @@ class Part:
 
 
 class _States(dict):
-    """Those of some parameters, as they are now; one that is added is added for the whole optimizer."""
+    """The present states of some parameters; a state that is added is added to the whole optimizer."""
 
     def __init__(self, whole: dict[Tensor, dict[str, Any]], params: list[Tensor]) -> None:
         super().__init__({p: state for p in params if (state := whole.get(p)) is not None})

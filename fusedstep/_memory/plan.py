@@ -1,17 +1,17 @@
-"""Which tables an optimizer's step works on: built once, and brought up to date before every step.
+"""The tables that an optimizer's step works on: built once, and brought up to date before every step.
 
-A gradient that goes or comes switches its row; what moved has its address written again; a gradient of another
-layout changes its row; a first gradient, or a state of another kind, has its row made anew. Only what changes
-the set of rows or their programs builds new tables, and even these take over the rows that are still right.
-A plan keeps no gradient alive, and no state that was replaced in its dict; it holds the dicts until the next
-step.
+Most changes are handled in place: a gradient that comes or goes switches its row, a tensor that moved has its
+address written again, a first gradient or a state of another kind replaces one row. Parameters that come later
+get tables of their own, which are joined with the others after a while. Only if a program changes or a row goes
+are all tables made again, which take over rows that are still right. A plan keeps no gradient alive, and no
+state that was replaced in its dict; it holds the dicts until the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,23 +20,22 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._algorithm.program import StepSpec
 from .._engines import FOUND, SKIP, SKIPPED, Amp, is_watched, to_device
+from .._engines.objects import same
 from . import group_scalars, offload, shards
 from .bucket import Bucket
+from .names import names_in
+from .needs import Needs, program_of
+from .nonfinite import check_finite
 from .options import COMMON, Options, TensorOption, read_group
-from .row import Memory, Row, Settings, check_sums, make_row, program_of
+from .row import Memory, Row, check_sums, make_row
+from .settings import Settings, Update
 from .stages import take_turns
-from .stepping import step
+from .stepping import check_sums_over_all, step
 from .table import Table, make_tables, new_status
 
 _params = itemgetter("params")
-# how many parameters an error lists
-_MOST_NAMES = 8
-
-
-def names_in(groups: Sequence[dict[str, Any]]) -> dict[Tensor, str]:
-    """Of parameters that were given with their names, as `model.named_parameters()` does."""
-    named = (zip(group["params"], group.get("param_names", ()), strict=False) for group in groups)
-    return dict(chain.from_iterable(named))
+# how many tables may come later, and how many steps after the last of them all tables are joined
+_MOST_LATER, _STEPS_TO_JOIN = 8, 100
 
 
 def _status(settings: Settings, previous: Tensor | None) -> Tensor:
@@ -49,16 +48,17 @@ class Plan:
     """The tables of an optimizer, and whether they still describe it."""
 
     tables: list[Table]
-    _options: Options
+    options: Options
 
     # inference tensors cannot be written outside inference mode, so none is allocated here
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, optimizer: Any, spec: StepSpec, status: Tensor | None, old: Plan | None = None) -> None:
-        """`spec` without `clips`, which options tell; rows of an `old` plan are taken over if they can be."""
+        """`spec` leaves out `clips`, which options decide; rows of an `old` plan are taken over if possible."""
         groups = optimizer.param_groups
         self._names = names_in(groups)
-        memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
+        self._needs: dict[tuple, Needs] = {}
+        memory = self._memory_of(optimizer)
         self._members = [[*members] for members in map(_params, groups)]
         params = [*chain.from_iterable(self._members)]
         if len(set(map(id, params))) != len(params):
@@ -71,76 +71,77 @@ class Plan:
             del optimizer.unsaved_steps[gone]
         self.updates = [*map(optimizer.update_of, groups)]
         group_scalars.place(groups, self.updates)
-        self._options = Options(optimizer, None if old is None else old._options)
+        self.options = Options(optimizer, None if old is None else old.options)
         self.spec, self._watched, self._norm_group = spec, is_watched(), optimizer.norm_group
         self._storage = optimizer.storage
-        self._settings = optimizer.settings._replace(spec=spec._replace(clips=self._options.clips))
+        self.settings = optimizer.settings._replace(spec=spec._replace(clips=self.options.clips))
         if self._norm_group is not None:
-            shards.check_counted_once(self._norm_group, params, self._settings.owner)
-        kept = {} if old is None or self._watched else old.rows_for(self._settings, optimizer)
-        rows = [
-            self._row(p, i, kept.get(id(p)), memory)
-            for i, members in enumerate(self._members)
-            for p in members
-            if p.grad is not None or _expects_gradient(p)
-        ]
-        positions = {id(p): i for i, p in enumerate(everything)}
-        for row in rows:
-            row.position = positions[id(row.param)]
-        # of those without gradient nothing is known where every operation is watched
+            shards.check_counted_once(self._norm_group, params, self.settings.owner)
+        kept = {} if old is None or self._watched else old.rows_for(self.settings, optimizer)
+        rows = self._rows(self._members, kept, memory, everything)
+        # if every operation is watched, nothing is known of rows without a gradient
         rows = [row for row in rows if row.started or not self._watched]
-        take_turns(rows, self._settings.workspace_bytes)
+        take_turns(rows, self.settings.workspace_bytes)
         offload.take_turns(rows)
-        # others have no row, and get one with their first gradient
+        # parameters without a row, which get one with their first gradient
         self._frozen = [p for p in params if p.grad is None and (self._watched or not _expects_gradient(p))]
-        names = [*COMMON, *optimizer.scalar_options]
-        self.tables = make_tables(rows, self._options.numbers, names, self._settings)
+        self.tables = self._make_tables(rows, optimizer)
+        # tables that came later, and in how many steps all are joined
+        self._later, self._steps_to_join = 0, _STEPS_TO_JOIN
 
-        self._check_sums_over_all()
+        check_sums_over_all(self.tables, {update.rule for update in self.updates}, self.settings)
         offload.check_away(optimizer, rows)
         self._group_scalars = group_scalars.found_in(self.tables)
         # everything is allocated and compiled
-        statuses = [table.status for table in self.tables] or [_status(self._settings, status)]
-        self.status = statuses[0]
-        if status is not None:
-            for each in statuses:
-                each[SKIPPED] = to_device(status[SKIPPED], each.device)
-        for row in rows:
-            if row.started and row.kinds:
+        self.status = self.tables[0].status if self.tables else _status(self.settings, status)
+        self._begin(rows, self.tables, memory, self.status if status is None else status)
+
+    def _memory_of(self, optimizer: Any) -> Memory:
+        return Memory(optimizer.state, optimizer.unsaved_steps, self._names, self._needs)
+
+    def _make_tables(self, rows: list[Row], optimizer: Any) -> list[Table]:
+        return make_tables(rows, self.options.numbers, [*COMMON, *optimizer.scalar_options], self.settings)
+
+    def _begin(self, rows: list[Row], tables: list[Table], memory: Memory, status: Tensor) -> None:
+        """Give the optimizer what rows of new tables keep, and write all addresses."""
+        for each in {id(t): t for t in (self.status, *(table.status for table in tables))}.values():
+            each[SKIPPED] = to_device(status[SKIPPED], each.device)
+        for row in (row for row in rows if row.started):
+            if row.kinds:
                 row.keep_once(memory)
-            elif row.started:
+            else:
                 row.commit(memory)
-        self._options.upload(self.tables)
-        self._note_states(optimizer.state)
-        for bucket in self.buckets:
+        self.options.upload(self.tables)
+        self._note_states(memory.state)
+        for bucket in (bucket for table in tables for bucket in table.buckets):
             bucket.start()
 
-    def _check_sums_over_all(self) -> None:
-        programs = [bucket.program for bucket in self.buckets]
-        if not any(program.sums_over_all for program in programs):
-            return
-        owner = self._settings.owner
-        if len({update.rule for update in self.updates}) > 1:
-            raise TypeError(
-                f"{owner} has groups with different rules, and one of them sums over all tensors; use one rule "
-                "for all groups, or an optimizer for each rule"
-            )
-        if self._norm_group is not None:
-            raise TypeError(f"{owner} has a rule that sums over all tensors, which norm_group does not reach")
-        places = {tuple(p.summed_over_all(k) for k in range(len(p.sweeps))) for p in programs}
-        assert len(places) == 1, "programs of one rule that have their sums in different places"
+    def _rows(
+        self, members: list[list[Tensor]], kept: dict[int, Row], memory: Memory, everything: list[Tensor]
+    ) -> list[Row]:
+        """The rows of these members of each group, which may be taken from those that are kept."""
+        positions = {id(p): i for i, p in enumerate(everything)}
+        rows = [
+            self._row(p, i, kept.get(id(p)), memory)
+            for i, of_group in enumerate(members)
+            for p in of_group
+            if p.grad is not None or _expects_gradient(p)
+        ]
+        for row in rows:
+            row.position = positions[id(row.param)]
+        return rows
 
     def _row(self, p: Tensor, group: int, kept: Row | None, memory: Memory) -> Row:
         update = self.updates[group]
         if kept is None or kept.update != update:
-            return make_row(p, update, group, memory, self._settings)
-        check_sums(p, update.rule, self._settings)
-        kept.group, kept.program = group, program_of(update, self._settings.spec, kept.formats)
+            return make_row(p, update, group, memory, self.settings)
+        check_sums(p, update.rule, self.settings)
+        kept.group, kept.program = group, program_of(update, self.settings.spec, kept.formats)
         return kept
 
     def rows_for(self, settings: Settings, optimizer: Any) -> dict[int, Row]:
         """Rows that a plan with these settings may take over, by the identity of their parameter."""
-        if settings._replace(spec=self._settings.spec) != self._settings or self._watched:
+        if settings._replace(spec=self.settings.spec) != self.settings or self._watched:
             return {}
         self._find_states(optimizer.state)
         right: dict[int, Row] = {}
@@ -161,21 +162,76 @@ class Plan:
         """Bring everything up to date; False if another plan is needed."""
         if spec != self.spec or is_watched() != self._watched or optimizer.norm_group is not self._norm_group:
             return False
-        if optimizer.storage is not self._storage or optimizer.seed != self._settings.seed:
+        if optimizer.storage is not self._storage or optimizer.seed != self.settings.seed:
             return False
         return (
             self._has_members(optimizer.param_groups)
             and self._refresh_options(optimizer)
-            and not any(p.grad is not None for p in self._frozen)
+            and not (self._frozen and any(p.grad is not None for p in self._frozen))
             and self._refresh_rows(optimizer)
+        )
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether it is time to join the tables that came later with the others."""
+        return self._later > 0 and (self._later > _MOST_LATER or self._steps_to_join < 0)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def grow(self, optimizer: Any, spec: StepSpec) -> bool:
+        """Bring everything up to date, with new tables for parameters of new groups and for frozen parameters
+        with a first gradient; False if another plan is needed.
+        """
+        groups, seen = optimizer.param_groups, len(self._members)
+        thawed = {id(p) for p in self._frozen if p.grad is not None}
+        updates = [*map(optimizer.update_of, groups)]
+        if (not thawed and len(groups) == seen) or not self._can_grow(spec, updates):
+            return False
+        if not self._has_members(groups[:seen]):
+            return False
+        later = [[p for p in members if id(p) in thawed] for members in self._members]
+        later += [[*group["params"]] for group in groups[seen:]]
+        everything = optimizer.all_params
+        if len({*map(id, everything)}) != len(everything):
+            return False
+        self._names = names_in(groups)
+        memory = self._memory_of(optimizer)
+        self._members, self.updates = self._members + later[seen:], updates
+        rows = self._rows(later, {}, memory, everything)
+        self.options.take_in(optimizer)
+        came = {id(row.param) for row in rows}
+        self._frozen = [p for p in (*self._frozen, *chain(*later[seen:])) if id(p) not in came]
+        # it may raise: what new rows keep is given to the optimizer only afterwards
+        if self.options.clips != self.settings.spec.clips or not self.refresh(optimizer, spec):
+            return False
+        if rows:
+            tables = self._make_tables(rows, optimizer)
+            self.tables += tables
+            self._later, self._steps_to_join = self._later + len(tables), _STEPS_TO_JOIN
+            self._begin(rows, tables, memory, self.status)
+        return True
+
+    def _can_grow(self, spec: StepSpec, updates: list[Update]) -> bool:
+        """Whether groups have the updates they had, and nothing of what is done now is done for all tables."""
+        rules = {update.rule for update in updates}
+        return (
+            bool(self.tables)
+            and updates[: len(self.updates)] == self.updates
+            and not (self.is_scattered or self._watched or is_watched())
+            and not (self.settings.offload or self._norm_group is not None)
+            and not (self.settings.spec.measures_first or spec.measures_first or spec.collect_statistics)
+            and not any(rule.stages or rule.sums_over_all or rule.group_scalars for rule in rules)
         )
 
     def _has_members(self, groups: list[dict[str, Any]]) -> bool:
         """Whether the groups have the parameters they had."""
         members = [*map(_params, groups)]
-        return [*map(len, members)] == [*map(len, self._members)] and all(
-            map(is_, chain.from_iterable(members), chain.from_iterable(self._members))
-        )
+        if len(members) != len(self._members):
+            return False
+        if len(members) == 1:
+            return same(members[0], self._members[0])
+        there, before = ([*chain.from_iterable(each)] for each in (members, self._members))
+        return [*map(len, members)] == [*map(len, self._members)] and same(there, before)
 
     # rows
 
@@ -188,16 +244,16 @@ class Plan:
 
     @torch.no_grad()
     def _settle(self, changed: list[tuple[Table, Bucket]], optimizer: Any) -> bool:
-        """Make rows anew where that is needed in these buckets, and note what all of their rows have."""
+        """Make rows of these buckets again where that is needed, and note the tensors of all their rows."""
         changes = [bucket.find_changes() for _, bucket in changed]
         doubtful = [sorted({*each.kept, *each.grads, *each.recounted}) for each in changes]
         for (table, bucket), places in zip(changed, doubtful, strict=True):
             if any(counts.has_lost([bucket.first_row + i for i in places]) for counts in table.counters):
                 return False
-        memory = Memory(optimizer.state, optimizer.unsaved_steps, self._names)
-        # all of them before a state or table is changed
+        memory = self._memory_of(optimizer)
+        # all rows are made before a state or table is changed: this may raise
         made = [
-            {i: self._make_again(bucket.rows[i], memory) for i in bucket.stale_rows(each, self._settings)}
+            {i: self._make_again(bucket.rows[i], memory) for i in bucket.stale_rows(each, self.settings)}
             for (_, bucket), each in zip(changed, changes, strict=True)
         ]
         for (_, bucket), rows in zip(changed, made, strict=True):
@@ -206,7 +262,7 @@ class Plan:
         for (_, bucket), rows in zip(changed, made, strict=True):
             for i, row in rows.items():
                 bucket.rows[i] = row
-        # all of them before one is written: rows may have exchanged their states, and so their counts
+        # all counts are found before one is written: rows may have exchanged their states
         started = [
             {bucket.first_row + i: bucket.rows[i] for i in places if bucket.rows[i].started}
             for (_, bucket), places in zip(changed, doubtful, strict=True)
@@ -222,14 +278,13 @@ class Plan:
         return all(bucket.refresh() for _, bucket in changed)
 
     def _make_again(self, row: Row, memory: Memory) -> Row:
-        made = make_row(row.param, row.update, row.group, memory, self._settings, row.explicit_grad)
+        made = make_row(row.param, row.update, row.group, memory, self.settings, row.explicit_grad)
         made.position, made.turn = row.position, row.turn
         return made
 
     def _find_states(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Follow state dicts that were replaced."""
-        same_keys = len(state) == len(self._state_keys) and all(map(is_, state, self._state_keys))
-        if same_keys and all(map(is_, state.values(), self._states)):
+        if same([*state], self._state_keys) and same([*state.values()], self._states):
             return
         for bucket in self.buckets:
             for row in bucket.rows:
@@ -243,13 +298,13 @@ class Plan:
         self._states, self._state_keys = [*state.values()], [*state]
 
     def forget_states(self) -> None:
-        """Keep none alive that is about to be replaced."""
+        """Stop keeping states alive, which are about to be replaced."""
         self._states, self._state_keys = [], []
         for bucket in self.buckets:
             for row in bucket.rows:
                 row.state = {}
-                # one whose count is not saved starts over, as it would in another process; so does one on the
-                # host, for what is loaded is not pinned
+                # a row whose count is not saved starts over, as in another process; so does a row that the host
+                # steps for a device, since loaded states are not pinned
                 row.started = row.started and row.program.saves_step and not row.home.is_away
             if all(row.started for row in bucket.rows):
                 bucket.follow_states()
@@ -260,10 +315,10 @@ class Plan:
         """Let go of everything, when another plan takes its place or a step has failed."""
         self._states, self._state_keys = [], []
         for table in self.tables:
-            # the two hold each other, and with them every tensor, until the garbage collector comes
+            # it and its table refer to each other: they would keep every tensor until garbage is collected
             del table.executable
             for bucket in table.buckets:
-                bucket.tensors = []
+                bucket.end_step()
 
     def keep_group_scalars(self, groups: list[dict[str, Any]]) -> None:
         if self._group_scalars:
@@ -272,99 +327,58 @@ class Plan:
     # options
 
     def _refresh_options(self, optimizer: Any) -> bool:
-        """Bring to the device what has changed in the groups' options; False if they need another plan."""
+        """Copy the groups' options that have changed to the device; False if they need another plan."""
         groups = optimizer.param_groups
         if not group_scalars.are_placed(self._group_scalars, groups):
             return False
-        changed = self._options.changed(groups)
-        if not changed and not self._options.is_stale:
+        changed = self.options.changed(groups)
+        if not changed and not self.options.is_stale:
             return True
         if any(optimizer.update_of(groups[i]) != self.updates[i] for i in changed):
             return False
-        self._options.read_again(optimizer, changed)
-        if self._options.clips != self._settings.spec.clips:
+        self.options.read_again(optimizer, changed)
+        if self.options.clips != self.settings.spec.clips:
             return False
-        self._options.upload(self.tables)
+        self.options.upload(self.tables)
         return True
 
     def refresh_group(self, optimizer: Any, i: int) -> None:
-        """The same for one group, between replays of a captured step."""
+        """Copy changed options of one group to the device, between replays of a captured step."""
         found = read_group(optimizer, i)
-        before = self._options.replace(i, found)
+        before = self.options.replace(i, found)
         problem = None
         if optimizer.update_of(optimizer.param_groups[i]) != self.updates[i] or (
-            self._options.clips != self._settings.spec.clips
+            self.options.clips != self.settings.spec.clips
         ):
-            problem = (
-                "this option makes it another one; call optimizer.release_graph() first, and capture anew "
-                "afterwards"
-            )
+            problem = "this option would change it; call optimizer.release_graph() first, and capture anew"
         elif [*map(_place, found.tensors)] != [*map(_place, before.tensors)]:
             problem = (
-                "reads options that were tensors from them; fill them in place instead of setting others, or "
-                "call optimizer.release_graph() and capture anew"
+                "reads options from the tensors they were set to; fill these in place instead of setting "
+                "others, or call optimizer.release_graph() and capture anew"
             )
         if problem is not None:
-            self._options.replace(i, before)
+            self.options.replace(i, before)
             raise RuntimeError(f"a CUDA graph has captured step(), and {problem}")
-        self._options.upload(self.tables)
-
-    def check_capturable(self, optimizer: Any) -> None:
-        """Raise where a replay would not do what a step does."""
-        if self._options.has_host_tensors:
-            raise RuntimeError(
-                "an option of a group is a tensor on the CPU, which a CUDA graph would not read again; use a "
-                "number, or a tensor on the device"
-            )
-        ranks = self._settings.norm_ranks
-        if ranks is not None and ranks.device.type == "cpu":
-            raise RuntimeError(
-                "the ranks of norm_group talk on the host, which a CUDA graph does not replay; use one that "
-                "talks on the device, such as torch.distributed.new_group(backend='nccl')"
-            )
+        self.options.upload(self.tables)
 
     # a step
 
     def step(self, amp: Amp, raises: bool = False) -> None:
-        """Take a step; if it `raises`, not where a gradient holds NaN or inf, which waits for the device."""
-        found = step(self.tables, amp, self._settings, self._check_finite if raises else None)
+        """Take a step, or if it `raises`, raise if a gradient holds NaN or inf, which waits for the device."""
+        self._steps_to_join -= 1
+        look = partial(check_finite, self.tables, self.settings, self._names, self._members) if raises else None
+        found = step(self.tables, amp, self.settings, look)
         for bucket in self.buckets:
             if bucket.engine.BY_ADDRESS:
                 bucket.count_writes(self.spec)
-            bucket.tensors = []
+            bucket.end_step()
         if not self.tables:
-            # filled where they are: a number or tensor of the host that is assigned waits for the device
+            # in place: assigning a number or tensor of the host would wait for the device
             self.status[FOUND].zero_()
             for number in found:
                 self.status[FOUND].add_(number)
             self.status[SKIP] = self.status[FOUND] != 0
             self.status[SKIPPED] += self.status[SKIP]
-
-    def _check_finite(self, measured: Sequence[Tensor]) -> None:
-        """Raise where gradients are not finite, here or on other ranks."""
-        found = []
-        for table in self.tables:
-            for bucket in table.buckets:
-                counts = table.sums[dict(bucket.program.fold_names)["nonfinite"]].tolist()
-                found += [
-                    self._called(bucket.rows[i]) for i in bucket.live if counts[bucket.first_row + i] != 0
-                ]
-        if not found and self._settings.norm_ranks is not None and any(float(t[1].sum()) for t in measured):
-            found = ["parameters of other ranks"]
-        if found:
-            more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-            raise FloatingPointError(
-                f"{self._settings.owner} found NaN or inf in the gradients of {', '.join(found[:_MOST_NAMES])}"
-                f"{more}, and has updated nothing; look for what made them, or use skip_nonfinite=True to skip "
-                "such steps"
-            )
-
-    def _called(self, row: Row) -> str:
-        """A parameter as a reader knows it: by its name, if it has one."""
-        if row.param in self._names:
-            return repr(self._names[row.param])
-        place = [*map(id, self._members[row.group])].index(id(row.param))
-        return f"parameter {place} of group {row.group}, shape {tuple(row.param.shape)}"
 
     @property
     def has_rows(self) -> bool:
@@ -373,12 +387,12 @@ class Plan:
 
     @property
     def has_status(self) -> bool:
-        """Whether there is anybody to decide whether a step is taken."""
+        """Whether anything decides whether a step is taken: gradients here, or other ranks."""
         return self.has_rows or self._norm_group is not None
 
 
 def _expects_gradient(p: Tensor) -> bool:
-    """Not a frozen parameter, nor one of a lazy module, which has no shape yet."""
+    """False for a frozen parameter, and for one of a lazy module, which has no shape yet."""
     return p.requires_grad and not isinstance(p, UninitializedParameter)
 
 

@@ -1,4 +1,4 @@
-"""Work on the same memory at every step, recorded in CUDA graphs of our own: the host then only starts it."""
+"""Work on the same memory at every step, recorded in CUDA graphs of our own, which the host only launches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from .._engines import is_capturing
 
-# pieces of work that are remembered; others are done call by call
+# how many pieces of work are recorded; others are launched call by call
 _MOST = 64
-# a piece is recorded when it comes for the third time: not if it changes at every step
+# a piece is recorded when it comes for the third time, so not if it changes at every step
 _FIRST = 2
 
 
@@ -23,17 +23,17 @@ class Replays:
         self._device = device
         self._seen: dict[Any, int] = {}
         self._graphs: dict[Any, Any] = {}
-        # memory that all of them may use: no two run at once
+        # memory that all graphs share: no two run at once
         self._pool: Any = None
 
     def run(self, key: Any, work: Callable[[], None]) -> None:
-        """Do what is always the same for this key."""
+        """Do `work`, which is always the same for this key."""
         if self._device.type != "cuda" or is_capturing():
             work()
         elif key in self._graphs:
             self._graphs[key].replay()
         elif self._seen.get(key, 0) < _FIRST or len(self._graphs) >= _MOST:
-            # what it needs is compiled meanwhile
+            # this also compiles what the work needs
             self._seen[key] = self._seen.get(key, 0) + 1
             work()
         else:
@@ -47,7 +47,7 @@ class Replays:
             side = _stream(self._device)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                # other threads may go on with what they do
+                # other threads may go on with their work
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     work()
@@ -59,5 +59,5 @@ class Replays:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Graphs are not recorded on the stream that everybody uses."""
+    """A stream to record graphs on, which nothing else uses."""
     return torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
 """Tensors of which each rank holds a part: the only file that knows DTensor.
 
-Engines see the part that is here, as a plain tensor. Only sums over a tensor concern other ranks: those that
-hold parts of it add up theirs.
+Engines see the local part, as a plain tensor. Other ranks matter only for sums over a tensor: ranks that hold
+parts of it add up their sums.
 """
 
 from __future__ import annotations
@@ -15,34 +15,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._engines import PLAIN_TYPES
 from .ranks import Ranks, ReduceGroup
 
 _spec = attrgetter("_spec")
 
 
 def is_distributed(t: Any) -> bool:
+    if type(t) in PLAIN_TYPES:
+        return False
     # nobody has one before it is imported, which takes a while
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
 
 def are_distributed(tensors: Sequence[Any]) -> list[bool]:
-    """The same for many, which are of a few types."""
+    """`is_distributed` of many tensors, which have few different types."""
     types = {type(t): is_distributed(t) for t in {type(t): t for t in tensors}.values()}
     return [types[type(t)] for t in tensors]
 
 
 def local(t: Any) -> Any:
-    """The part of a tensor that is here: all of it, if it is a plain one."""
+    """The local part of a tensor: all of it, if it is a plain tensor."""
     if not is_distributed(t):
         return t
     part = t._local_tensor
-    # one that is still on its way, from other ranks
+    # a part that is still on its way from other ranks
     return part.wait() if hasattr(part, "wait") else part
 
 
 def size_here(t: Any) -> int:
-    """Numbers in the part that a rank holds, where all count the same although their parts may be uneven."""
+    """Elements of the local part, rounded up so that all ranks get the same although parts may be uneven."""
     size = t.numel()
     for dim, placement in enumerate(t.placements if is_distributed(t) else ()):
         size = -(-size // t.device_mesh.size(dim)) if placement.is_shard() else size
@@ -50,12 +53,12 @@ def size_here(t: Any) -> int:
 
 
 def is_offloaded(p: Any) -> bool:
-    """Whether FSDP2 has a parameter on the host, for ranks that talk on other devices."""
+    """Whether FSDP2 keeps a parameter on the host, with a mesh of other devices."""
     return is_distributed(p) and p.is_cpu and p.device_mesh.device_type != "cpu"
 
 
 def like(part: Tensor, p: Any, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor that is distributed as `p` is, and of which `part` is here; of another shape, if given."""
+    """A tensor that is distributed as `p` is, with `part` as its local part; of another shape, if given."""
     if not is_distributed(p):
         return part
     from torch.distributed.tensor import DTensor
@@ -68,13 +71,16 @@ def like(part: Tensor, p: Any, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Any]:
-    """Objects that say how tensors are distributed: two with the same one are so in the same way."""
+    """Objects that say how tensors are distributed: tensors with the same object are distributed alike. Tensors
+    that are not distributed have their type.
+    """
     try:
         return [*map(_spec, tensors)]
     except AttributeError:
-        # plain ones are among them. Where DTensors have none, which is private, placements are compared: 3 us
-        # instead of 0.03
-        return [getattr(t, "_spec", t) for t in tensors]
+        # some are not distributed, or missing. Or DTensors have no spec, which is private: then placements are
+        # compared, in 3 us instead of 0.03
+        known = zip(tensors, are_distributed(tensors), strict=True)
+        return [getattr(t, "_spec", t) if is_held else type(t) for t, is_held in known]
 
 
 def lies_alike(a: Any, b: Any) -> bool:
@@ -85,11 +91,11 @@ def lies_alike(a: Any, b: Any) -> bool:
 
 
 def check(p: Any, g: Any, owner: str) -> None:
-    """Raise where a parameter and its gradient are not distributed so that parts can be updated."""
+    """Raise if a parameter and its gradient are distributed in a way that does not let parts be updated."""
     for t, what in ((p, "parameter"), (g, "gradient")):
         if is_distributed(t) and any(placement.is_partial() for placement in t.placements):
             raise RuntimeError(
-                f"{owner} found a {what} with placements {t.placements}, of which every rank holds a summand; "
+                f"{owner} found a {what} with placements {t.placements}: every rank holds a summand; "
                 f"redistribute it to Shard or Replicate first"
             )
     if not lies_alike(p, g):
@@ -101,7 +107,7 @@ def check(p: Any, g: Any, owner: str) -> None:
         else:
             advice = "grad.redistribute(p.device_mesh, p.placements)"
         raise RuntimeError(
-            f"{owner} found a gradient distributed otherwise than its parameter: {found} for {wanted}; "
+            f"{owner} found a gradient that is not distributed as its parameter is: {found} for {wanted}; "
             f"use {advice}"
         )
 
@@ -117,14 +123,14 @@ def is_cut(p: Any) -> bool:
 
 
 def has_whole_rows(p: Any) -> bool:
-    """Whether the part that is here consists of rows of dimension 0."""
+    """Whether the local part consists of whole rows of dimension 0."""
     if not is_distributed(p):
         return not is_flat(p)
     return all(placement.is_replicate() or placement.is_shard(0) for placement in p.placements)
 
 
 def first_index(p: Any, owner: str) -> int:
-    """Where the first element of the part that is here is in the whole tensor, counted row by row."""
+    """The index of the first local element in the whole tensor, counted row by row."""
     if not is_cut(p) and not is_flat(p):
         return 0
     from torch.distributed.tensor import Shard
@@ -134,7 +140,7 @@ def first_index(p: Any, owner: str) -> int:
     cuts = [placement for placement in placements if not placement.is_replicate()]
     if len(cuts) != 1 or type(cuts[0]) is not Shard or cuts[0].dim != 0:
         raise RuntimeError(
-            f"{owner} draws random bits by the place of an element in its tensor, and found a parameter "
+            f"{owner} draws random bits by the place of an element in its tensor, but found a parameter "
             f"{'that FSDP1 has flattened' if is_flat(p) else f'sharded as {placements}'}; use FSDP2, which "
             'shards along dimension 0, or rounding="nearest"'
         )
@@ -146,34 +152,34 @@ def first_index(p: Any, owner: str) -> int:
 
 
 def on_several_meshes(params: Iterable[Any]) -> bool:
-    """Whether a rank's neighbours are not the same for all of these parameters."""
+    """Whether these parameters are distributed over different meshes."""
     meshes = (p.device_mesh for p in params if is_distributed(p))
     first = next(meshes, None)
     return any(mesh != first for mesh in meshes)
 
 
 def check_sums(p: Any, owner: str, joined: bool) -> None:
-    """Raise where this rank cannot have sums over a whole tensor, or those that are `joined` with others."""
+    """Raise if this rank cannot get sums over a whole tensor, or sums that are `joined` with other tensors'."""
     if is_flat(p):
         raise RuntimeError(
-            f"{owner} needs norms of whole tensors, or to count what is no number in them, and FSDP1 has cut "
+            f"{owner} needs norms of whole tensors, or counts of their non-finite elements, but FSDP1 has cut "
             "and joined them without saying where; use FSDP2 (torch.distributed.fsdp.fully_shard), or FSDP1's "
             "own clip_grad_norm_ and ShardedGradScaler"
         )
     if joined and is_distributed(p) and not _is_member(p):
         raise RuntimeError(
-            f"{owner} joins what it measures of all gradients, and found a parameter whose mesh "
+            f"{owner} adds up what it measures of all gradients, but found a parameter whose mesh "
             f"{p.device_mesh.mesh.tolist()} leaves out this rank, {torch.distributed.get_rank()}; use a mesh "
             "of all ranks, or leave out max_grad_norm and skip_nonfinite"
         )
 
 
 def drop_gathered(modules: Sequence[torch.nn.Module], params: Sequence[Any]) -> None:
-    """Have modules of FSDP2 forget what they have gathered, where these parameters get other values."""
+    """Have modules of FSDP2 drop gathered copies, before these parameters get other values."""
     if any(map(is_flat, params)):
         raise RuntimeError(
-            "FSDP1 keeps gathered copies of parameters after a forward, and cannot be told that these have "
-            "other values; use FSDP2 (torch.distributed.fsdp.fully_shard)"
+            "FSDP1 keeps gathered copies of parameters after a forward, and cannot be told that parameters "
+            "have other values now; use FSDP2 (torch.distributed.fsdp.fully_shard)"
         )
     for module in modules:
         if not isinstance(module, torch.nn.Module):
@@ -185,21 +191,21 @@ def drop_gathered(modules: Sequence[torch.nn.Module], params: Sequence[Any]) -> 
     known = {id(p) for module in modules for p in module.parameters()}
     if any(is_distributed(p) and id(p) not in known for p in params):
         raise RuntimeError(
-            "parameters are DTensors, of which modules of FSDP2 keep gathered copies after a forward; use "
-            "ema_parameters(model), with all of the model, which has them gathered anew before and after. If "
-            "an exception has ended a forward, call set_reshard_after_forward(True) and reshard() of modules"
+            "parameters are DTensors, and modules of FSDP2 keep gathered copies of them after a forward; use "
+            "ema_parameters(model), with the whole model, which makes FSDP2 gather them again. If an exception "
+            "has ended a forward, call set_reshard_after_forward(True) and reshard() of the modules"
         )
 
 
 class Division(NamedTuple):
-    """Ranks among which the rows of a tensor are divided, and how many rows each of them has."""
+    """The ranks that the rows of a tensor are divided among, and how many rows each rank has."""
 
     ranks: Ranks
     counts: tuple[int, ...]
 
 
 def division_of(p: Any) -> Division | None:
-    """How the rows of a parameter are divided; None if they are not, or if it is cut in other ways."""
+    """How the rows of a parameter are divided among ranks; None if it is not cut, or cut in other ways."""
     placements = p.placements if is_distributed(p) and _is_member(p) else ()
     cuts = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     from_shard = "torch.distributed.tensor" in sys.modules and sys.modules["torch.distributed.tensor"].Shard
@@ -226,12 +232,12 @@ def way_of(p: Any) -> Any:
 
 
 def whole_of(part: Tensor, p: Any) -> Tensor:
-    """The tensor that is distributed as `p` is, and of which `part` is here: a collective call."""
+    """The whole of a tensor that is distributed as `p` is, from its local `part`: a collective call."""
     return like(part, p).full_tensor()  # type: ignore[attr-defined]
 
 
 def part_of(whole: Tensor, p: Any) -> Tensor:
-    """The part of it that is here where a tensor, which every rank has, is distributed as `p` is."""
+    """The local part of a tensor, which every rank has, once it is distributed as `p` is."""
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * p.device_mesh.ndim
@@ -240,7 +246,7 @@ def part_of(whole: Tensor, p: Any) -> Tensor:
 
 
 def _is_member(p: Any) -> bool:
-    """Whether this rank is in the mesh of a parameter; one that is not has an empty part."""
+    """Whether this rank is in the mesh of a parameter; if not, its part is empty."""
     return p.device_mesh.get_coordinate() is not None
 
 
@@ -249,7 +255,7 @@ def _ranks(p: Any, dim: int) -> Ranks:
 
 
 def reduce_groups(params: Sequence[Any], rows: Sequence[int], device: torch.device) -> list[ReduceGroup]:
-    """Of a table with these parameters in these rows, in an order that is the same on all ranks."""
+    """The groups of a table with these parameters in these rows, in the same order on all ranks."""
     found: dict[Ranks, list[int]] = {}
     for p, row, is_held in zip(params, rows, are_distributed(params), strict=True):
         for dim, placement in enumerate(p.placements if is_held and _is_member(p) else ()):
@@ -263,18 +269,18 @@ def reduce_groups(params: Sequence[Any], rows: Sequence[int], device: torch.devi
 
 
 def owner_groups(params: Sequence[Any]) -> list[Ranks]:
-    """All that hold parts or copies of these parameters, in the same order on all ranks."""
+    """All ranks that hold parts or copies of these parameters, in the same order on all ranks."""
     held = [p for p, is_held in zip(params, are_distributed(params), strict=True) if is_held and _is_member(p)]
     return [*dict.fromkeys(_ranks(p, dim) for p in held for dim in range(p.device_mesh.ndim))]
 
 
 def check_counted_once(group: Any, params: Sequence[Any], owner: str) -> None:
-    """Raise where ranks of a `norm_group` hold the same parameter, whose norm would count twice."""
+    """Raise if ranks of a `norm_group` hold the same parameter, whose norm would count twice."""
     ranks = {*torch.distributed.get_process_group_ranks(group)}
     for mesh in {p.device_mesh for p in params if is_distributed(p)}:
         if len(ranks.intersection(mesh.mesh.flatten().tolist())) > 1:
             raise RuntimeError(
-                f"{owner} was given a norm_group of ranks that hold parts of the same parameters, over which "
-                "norms are taken anyway; leave norm_group out, or give it ranks that hold other parameters, as "
-                "the stages of a pipeline do"
+                f"{owner} was given a norm_group of ranks that hold parts of the same parameters, whose norms "
+                "are added up over them anyway; leave norm_group out, or give it ranks that hold other "
+                "parameters, as the stages of a pipeline do"
             )

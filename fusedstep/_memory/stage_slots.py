@@ -1,6 +1,4 @@
-"""What the stages of a rule need of a parameter: how that is stored which they read and write, and states of
-their own.
-"""
+"""What the stages of a rule need for a parameter: the formats of their workspaces, and states of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from .shards import local
 
 
 def stage_formats(p: Tensor, rule: Rule, formats: tuple[Format, ...], owner: str) -> tuple[Format, ...]:
-    """How that is stored which stages read and write; raises where one cannot work on the parameter."""
+    """The formats of what stages read and write; raises if a stage cannot work on the parameter."""
     if rule.stages and p.is_complex():
         raise RuntimeError(f"{owner} does not support complex parameters")
     found: list[Format] = []
@@ -30,26 +28,24 @@ def stage_formats(p: Tensor, rule: Rule, formats: tuple[Format, ...], owner: str
 
 
 def shapes_of_states(stages: Iterable[Stage], t: Tensor) -> dict[str, tuple[int, ...]]:
-    """What stages keep for a tensor, or for a part of one."""
+    """The shapes of what stages keep for a tensor, or for a part of one, by name."""
     return {name: shape for stage in stages for name, shape in stage.states((*t.shape,)).items()}
 
 
 def stage_states(p: Tensor, rule: Rule, state: dict[str, Any], owner: str) -> dict[str, Tensor]:
-    """What stages keep for a parameter and is not there yet, or is on another device; raises for what does not
-    fit.
-    """
+    """States of stages that a parameter lacks, or has on another device; raises if a state does not fit."""
     fresh, part = {}, local(p)
     kept, here = shapes_of_states(rule.stages, p), shapes_of_states(rule.stages, part)
     if kept and not shards.has_whole_rows(p):
         raise RuntimeError(
-            f"{owner} found a parameter sharded as {p.placements}, and normalises rows, which must be "  # type: ignore[attr-defined]
-            "whole; shard along dimension 0, or use normalize_rows=None"
+            f"{owner} normalises whole rows, but found a parameter sharded as {p.placements}; "  # type: ignore[attr-defined]
+            "shard along dimension 0, or use normalize_rows=None"
         )
     for name, shape in kept.items():
         found = state.get(name)
         if found is not None and (not isinstance(found, Tensor) or found.shape != shape):
             raise RuntimeError(
-                f"state {name!r} is {getattr(found, 'shape', found)!r}, and a parameter of shape {(*p.shape,)} "
+                f"state {name!r} is {getattr(found, 'shape', found)!r}, but a parameter of shape {(*p.shape,)} "
                 f"keeps one of shape {shape}; load a matching checkpoint or delete optimizer.state[p]"
             )
         if found is None:

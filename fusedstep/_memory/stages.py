@@ -1,8 +1,8 @@
 """Stages of a table: work on whole tensors between its sweeps.
 
-What a stage works on lies in a workspace, tensors of one shape behind each other: it works on such a stack at
-once. The workspace is bounded. Where it does not hold all tensors, these take turns: each turn is a table of
-its own, which takes all of its sweeps before the next one begins, in the same memory.
+A workspace holds the tensors that a stage works on. Tensors of one shape lie one after the other, as a stack,
+which the stage works on at once. The workspace is bounded. If it cannot hold all tensors, they take turns: each
+turn is a table of its own, which takes all of its sweeps before the next turn begins, in the same memory.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from .bucket import Bucket
 from .exchange import Exchange, Shares, divide
 from .ranks import Ranks, add_up
 from .replay import Replays
-from .row import Row, Settings
+from .row import Row
+from .settings import Settings
 
-# where every stack begins, in bytes
+# every stack begins at a multiple of this many bytes
 _ALIGNMENT = 512
-# stages, with what they have worked on without an error
+# stages that have run without an error, with the shape, dtype and device of what they worked on
 _tried: set[tuple] = set()
 
 
 def take_turns(rows: Sequence[Row], workspace_bytes: int) -> None:
-    """Have rows take turns, so that what stages work on fits into half of the workspace, if it can be."""
+    """Have rows take turns, so that the tensors of stages fit into half of the workspace, if possible."""
     limit = workspace_bytes // 2
-    # on every device, the turn and how much of the workspace it has taken
+    # for each engine and device, the current turn and how much of the workspace it takes
     used: dict[tuple, tuple[int, int]] = {}
     for row in rows:
         row.turn = 0
     staged = [(row.table_key[:2], (*row.param.shape,), row) for row in rows if row.program.stages]
-    # those of one shape together: they are worked on together
+    # rows of one shape together, because a stage works on them together
     for (place, _), same in groupby(sorted(staged, key=itemgetter(0, 1)), key=itemgetter(0, 1)):
         needs = [(row, sum(_sizes(row.program.stages, [row]))) for _, _, row in same]
         turn, taken = used.get(place, (0, 0))
         if taken + sum(need for _, need in needs) > limit >= sum(need for _, need in needs):
-            # in a turn of their own they need not be divided
+            # a new turn has room for all of them
             turn, taken = turn + 1, 0
         for row, need in needs:
             if taken and taken + need > limit:
@@ -64,7 +65,7 @@ def _sizes(stages: Sequence[Staged], rows: list[Row]) -> Iterator[int]:
 
 
 def _alike(bucket: Bucket) -> Iterator[tuple[int, list[Row]]]:
-    """Rows of one shape that follow each other, and the place of the first of them in its bucket."""
+    """Runs of consecutive rows that are stacked together, after the place of their first row in the bucket."""
     first = 0
     for _, same in groupby(bucket.rows, key=lambda row: (row.param.shape, shards.way_of(row.param))):
         rows = [*same]
@@ -82,7 +83,7 @@ def matrix_of(row: Row) -> tuple[int, int]:
 
 
 def give_workspaces(tables: Sequence[Any], settings: Settings) -> None:
-    """Those of a device, which take turns, share one that is large enough for each of them."""
+    """Give tables their workspaces: those of a device take turns, and share one large enough for each."""
     for device in {table.device for table in tables}:
         here = [table for table in tables if table.device == device]
         size = max(_needed_memory(table.buckets) for table in here)
@@ -93,7 +94,7 @@ def give_workspaces(tables: Sequence[Any], settings: Settings) -> None:
 
 
 def _needed_memory(buckets: list[Bucket]) -> int:
-    """Bytes of what the stages of these buckets work on."""
+    """Bytes of the workspace that the stages of these buckets need."""
     staged = [bucket for bucket in buckets if bucket.program.stages]
     return sum(sum(_sizes(bucket.program.stages, rows)) for bucket in staged for _, rows in _alike(bucket))
 
@@ -102,7 +103,7 @@ class Stack:
     """Tensors of one shape that a stage works on together."""
 
     def __init__(self, staged: Staged, rows: list[Row], first: int, memory: Tensor) -> None:
-        """Of consecutive rows of a bucket, beginning with its row `first`; the memory has room for more."""
+        """For consecutive rows of a bucket, from its row `first` on; `memory` may be larger than needed."""
         self.after, self.stage, self._first, self._like = staged.after, staged.stage, first, rows[0].param
         shape = len(rows), *shards.local(self._like).shape
         dtypes = (rows[0].program.planes[place].dtype for place in (staged.source, staged.target))
@@ -110,7 +111,7 @@ class Stack:
         joins_rows = self.stage.joins_rows((*self._like.shape,))
         division = shards.division_of(self._like)
         self._division = division if joins_rows else None
-        # cut otherwise than into rows: every rank puts all of it together
+        # cut, but not into rows: every rank puts whole tensors together
         self._is_gathered = shards.is_cut(self._like) and division is None
         self._has_states = bool(self.stage.states((*self._like.shape,)))
         self._taken: list[int] = []
@@ -119,7 +120,7 @@ class Stack:
         self._exchanges: list[Exchange] = []
 
     def share(self, shares: Shares, replicas: Ranks | None) -> None:
-        """Decide who works on which tensors, where several ranks could."""
+        """Decide which rank works on which tensors, if several ranks could."""
         self._replicas = None if shards.is_distributed(self._like) else replicas
         ranks = self._replicas if self._division is None else self._division.ranks
         if ranks is not None:
@@ -131,8 +132,8 @@ class Stack:
         return self._taken if count == len(self.source) else Shares().of(ranks, count, 1.0)
 
     def try_out(self, workspace_bytes: int) -> None:
-        """Work on zeros, once for all stacks like this one, before a step has written anything: what cannot be
-        done raises then, and what must be compiled is.
+        """Run the stage on zeros, once for all stacks like this one, before a step has written anything: this
+        compiles what the stage needs, and raises if it cannot run.
         """
         source, target = self.source, self.target
         if self._taken or self._is_gathered:
@@ -146,12 +147,12 @@ class Stack:
             _tried.add(key)
 
     def begin(self, live: list[int]) -> None:
-        """Take those of these rows of the bucket, which have a gradient, that are here, and send what others
-        work on.
+        """Find the rows of this stack among the bucket's `live` rows, which have a gradient, and send other
+        ranks the parts that they work on.
         """
         mine = live[bisect_left(live, self._first) : bisect_left(live, self._first + len(self.source))]
         if mine != self._live:
-            # slices instead of an index, which would have to be brought to the device
+            # slices instead of an index, which would have to be copied to the device
             runs = ([*run] for _, run in groupby(enumerate(mine), key=lambda at: at[1] - at[0]))
             ends = ((run[0][1] - self._first, run[-1][1] - self._first + 1) for run in runs)
             self._live, self._parts = mine, [slice(*each) for each in ends]
@@ -187,7 +188,7 @@ class Stack:
             part.copy_(shards.part_of(each, self._like))
 
     def end(self, bucket: Bucket, skip: Tensor) -> None:
-        """Wait for what others have worked on, and do the rest; `skip` says whether the step is."""
+        """Wait for the results of other ranks, and finish; `skip` says whether the step is skipped."""
         for exchange in self._exchanges:
             exchange.wait()
         self._exchanges, rows = [], bucket.rows if self._has_states else []
@@ -196,7 +197,7 @@ class Stack:
             self.stage.finish(self.target[part], states, skip, self._add_up if self._division else None)
 
     def _states(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """The parts that are here of what the stage keeps for a tensor."""
+        """The local parts of the states that the stage keeps for a tensor."""
         return {name: shards.local(state[name]) for name in self.stage.states((*self._like.shape,))}
 
     def _add_up(self, sums: Tensor) -> None:
@@ -205,10 +206,10 @@ class Stack:
 
 
 class Stages:
-    """What the stages of a table work on, and what comes after each sweep."""
+    """The stages of a table, with their workspaces."""
 
     def __init__(self, buckets: list[Bucket], memory: Tensor, replays: Replays, settings: Settings) -> None:
-        """The memory, and what is replayed there, may be those of others, too, which take other turns."""
+        """Tables that take other turns may share `memory`, and the `replays` of work on it."""
         self._stacks: list[tuple[Bucket, Stack]] = []
         self._replays, shares, workspace_bytes = replays, Shares(), settings.workspace_bytes
         self._left = max(0, workspace_bytes - len(memory))
@@ -229,7 +230,7 @@ class Stages:
             stack.try_out(self._left)
 
     def run(self, k: int, status: Tensor) -> None:
-        """What comes after sweep `k`."""
+        """Run the stages that come after sweep `k`."""
         stacks = [(bucket, stack) for bucket, stack in self._stacks if stack.after == k]
         live = {id(bucket): bucket.live for bucket, _ in stacks}
         for bucket, stack in stacks:

@@ -1,18 +1,18 @@
-"""One step of tables: which sweeps they take in which order, and what they tell each other between."""
+"""One step of tables: which sweeps they take, in which order, and what they exchange between sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from .._algorithm.program import StepSpec
+from .._algorithm.program import Rule, StepSpec
 from .._engines import Amp, is_traced, to_device
 from . import shards
 from .layout import overlaps_itself
 from .ranks import any_found_inf, reduce_to_column
-from .row import Settings
+from .settings import Settings
 from .table import Table
 
 
@@ -22,9 +22,9 @@ def step(
     settings: Settings,
     look: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> list[Tensor]:
-    """One step of everything in these tables. Where there are none: what has other ranks skip it, if not 0.
+    """Step these tables. If there are none, return numbers: if one is not 0, other ranks skip the step.
 
-    Before anything is written, `look` is shown what tables and ranks have told each other of their gradients.
+    Before anything is written, `look` gets what tables and ranks have exchanged about their gradients.
     """
     ranks_of_norm = [] if settings.norm_ranks is None else [settings.norm_ranks]
     if amp.found_inf is not None:
@@ -35,7 +35,7 @@ def step(
         table.begin()
     for table in tables if settings.offload else ():
         table.bring_params()
-    # to the host once for all tables, which waits
+    # once for all tables of a device: a copy to the host waits
     is_told = amp.scale is not None or amp.found_inf is not None
     amps = {device: amp.to(device) for device in {table.device for table in tables}} if is_told else {}
     measured: list[Tensor] = []
@@ -45,7 +45,7 @@ def step(
         if ranks_of_norm or len(tables) > 1:
             measured = [table.measured for table in tables]
         for ranks in ranks_of_norm:
-            # also where nothing was measured: the others wait for this one
+            # even if nothing was measured here: the other ranks wait for this one
             measured = [reduce_to_column(measured, settings.spec.shared_kinds, ranks)]
         if look is not None:
             look(measured)
@@ -53,7 +53,7 @@ def step(
             kept = shared[: len(settings.spec.shared_kinds)]
             torch.cat([to_device(t, shared.device) for t in measured], 1, out=kept)
         _tell_each_other(tables, 0)
-    sweeps = range(int(settings.spec.measures_first), max((t.sweep_count for t in tables), default=0))
+    sweeps = range(int(settings.spec.measures_first), max([t.sweep_count for t in tables], default=0))
     if tables and any(tables[0].summed_over_all):
         try:
             for k in sweeps:
@@ -61,12 +61,12 @@ def step(
                     table.update(k, amps.get(table.device, amp))
                 _tell_each_other(tables, k)
         finally:
-            # also after an exception: what is kept elsewhere has been written
+            # even after an exception: what has been written to copies must be copied back
             for table in tables:
                 table.end()
     else:
-        # one after the other: some take turns in a workspace, and what is done may go back while the next one
-        # is stepped
+        # one table after the other: some share a workspace, and the results of one may be copied back while
+        # the next one is stepped
         for table in tables:
             try:
                 for k in sweeps:
@@ -79,8 +79,26 @@ def step(
     return found + [column[1, 0] for column in measured if settings.spec.skip_nonfinite]
 
 
+def check_sums_over_all(tables: list[Table], rules: Collection[Rule], settings: Settings) -> None:
+    """Raise if a rule sums over all tensors, but not all of them are stepped here by that rule."""
+    programs = [bucket.program for table in tables for bucket in table.buckets]
+    if not any(program.sums_over_all for program in programs):
+        return
+    if len(rules) > 1:
+        raise TypeError(
+            f"{settings.owner} has groups with different rules, and one of them sums over all tensors; use one "
+            "rule for all groups, or an optimizer for each rule"
+        )
+    if settings.norm_ranks is not None:
+        raise TypeError(
+            f"{settings.owner} has a rule that sums over all tensors, which norm_group does not reach"
+        )
+    places = {tuple(p.summed_over_all(k) for k in range(len(p.sweeps))) for p in programs}
+    assert len(places) == 1, "programs of one rule that have their sums in different places"
+
+
 def _check_grads(tables: list[Table], spec: StepSpec) -> None:
-    """Raise where gradients cannot be written one by one, as this step is to."""
+    """Raise if this step writes gradients, and they cannot be written one by one."""
     if not (spec.zero_grads or spec.unscale_grads) or is_traced():
         return
     if not any(table.cells_changed or not table.engine.BY_ADDRESS for table in tables):
@@ -88,8 +106,8 @@ def _check_grads(tables: list[Table], spec: StepSpec) -> None:
     grads = [g for table in tables for bucket in table.buckets for g in bucket.local_grads()]
     if spec.unscale_grads and any(map(overlaps_itself, grads)):
         raise RuntimeError(
-            "elements of a gradient share memory, as those of an expanded one do, and cannot be unscaled "
-            "there; use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients scaled"
+            "elements of a gradient share memory, as in an expanded tensor, so it cannot be unscaled in "
+            "place; use p.grad = p.grad.clone(), or fusedstep.GradScaler, which leaves gradients scaled"
         )
     addresses = [g.data_ptr() for g in grads if g.numel()]
     if len({*addresses}) != len(addresses):
@@ -105,15 +123,15 @@ def _check_grads(tables: list[Table], spec: StepSpec) -> None:
 
 
 def _shared_by(tables: list[Table]) -> list[Tensor]:
-    """Where tables are told of the sums of all: each once, however many look there."""
+    """The tensors from which tables read the sums of all tables: each once, even if many tables share it."""
     return [*{id(table.shared[0]): table.shared[0] for table in tables}.values()]
 
 
 def _tell_each_other(tables: list[Table], k: int) -> None:
-    """Have every table know what is summed over all tensors in sweep `k`."""
+    """Give every table the sums of all tables, for what is summed over all tensors in sweep `k`."""
     rows = tables[0].summed_over_all if len(tables) > 1 else []
     for row in rows[k] if k < len(rows) else ():
         for shared in _shared_by(tables):
-            # one row after the other: a list of them would be copied to the device, which waits
+            # one row at a time: a list of rows as an index would be copied to the device, which waits
             sums = [to_device(table.sums[row], shared.device) for table in tables]
             torch.cat(sums, out=shared[row])

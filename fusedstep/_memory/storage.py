@@ -1,6 +1,6 @@
-"""How the states and the master of a parameter are stored: as asked for, or as they are already.
+"""How the states and the master of a parameter are stored: as requested, or as they already are.
 
-What was asked for decides when a state is made or loaded. One that is there stays what it is.
+What was requested decides when a state is made or loaded. A state that exists already keeps its format.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from . import shards
 
 _REST_BITS = {"split": 16, "split8": 8}
 MASTERS = (*_REST_BITS, "float32")
-# what may stand in a group
+# options that a group may set
 IN_GROUPS = ("state_dtype", "master")
-# tensors with fewer elements stay in float32 where 8 bits are asked for
+# states of tensors with fewer elements stay in float32 even if 8 bits are requested
 _SMALL = 4096
 
 
 class Storage(NamedTuple):
-    """What a user asked for: the dtype of all states or of some by name, a master, and how to round.
+    """What a user requested: the dtype of all states or of some by name, a master, and how to round.
 
-    `is_groups_own` tells that it was asked for in a group: that holds for its small tensors, too.
+    `is_groups_own` means that a group requested it: then it holds for the group's small tensors, too.
     """
 
     state_dtype: Any = None
@@ -51,14 +51,14 @@ def plain_format(t: Tensor) -> Plain:
     return Plain(real_dtype(t))
 
 
-# as it is asked for
+# formats as requested
 
 
 def state_format(p: Tensor, rule: Rule, name: str, storage: Storage) -> Format:
-    """Of a state that is to be made for a parameter, which may be distributed."""
+    """The format of a new state of a parameter, which may be distributed."""
     chosen = storage.dtype_of(name)
     if name == EMA:
-        # sixteen bits would lose what a step adds to it
+        # sixteen bits would lose what a step adds to an average
         return Plain(torch.promote_types(real_dtype(p), torch.float32))
     draws = storage.draws and not p.is_complex()
     if chosen is None:
@@ -74,25 +74,25 @@ def state_format(p: Tensor, rule: Rule, name: str, storage: Storage) -> Format:
 
 
 def why_not_int8(p: Tensor, storage: Storage) -> str | None:
-    """Why states of a parameter are not stored in 8 bits though that was asked for; None if they are."""
+    """Why states of a parameter are not stored in 8 bits although that was requested; None if they are."""
     if p.numel() < _SMALL and not storage.is_groups_own:
         return f"fewer than {_SMALL} elements"
     if not shards.has_whole_rows(p):
-        return "sharded otherwise than along dimension 0"
+        return "sharded, but not along dimension 0"
     if shards.is_cut(p) and _row_length(p) % BLOCK:
         return f"sharded, and its rows are not multiples of {BLOCK} elements"
     if p.device.type == "mps":
-        return "on mps, where there is no float64 to round by the step with"
+        return "on mps, which lacks the float64 that rounding needs"
     if p.is_complex() or not is_plain(shards.local(p)) or real_dtype(p) == torch.float64:
         return "not a plain tensor of real numbers of 32 or 16 bits"
     return None
 
 
 def param_format(p: Tensor, storage: Storage, owner: str) -> Format:
-    """Of a parameter that has no master yet."""
+    """The format of a parameter that has no master yet."""
     dtype, master = real_dtype(p), storage.master
     if master is None or dtype.itemsize > 2:
-        # one of 32 bits is its own master
+        # a parameter of 32 bits needs no master
         return _plain(dtype, storage.draws and not p.is_complex())
     if p.is_complex() or not is_plain(shards.local(p)):
         raise RuntimeError(
@@ -113,13 +113,13 @@ def _plain(dtype: torch.dtype, draws: bool) -> Plain:
     return Plain(dtype, draws and dtype in DRAWN)
 
 
-# as it is
+# formats as they are
 
 _RESTS = {torch.int16: 16, torch.int8: 8}
 
 
 def found_format(name: str, state: Mapping[str, Any], draws: bool) -> Format | None:
-    """Of a state that is there; None if it is not."""
+    """The format of a state that exists; None if it does not."""
     if isinstance(state.get(name), Tensor):
         return _plain(real_dtype(state[name]), draws and name != EMA and not state[name].is_complex())
     for is_signed in (True, False):
@@ -130,14 +130,14 @@ def found_format(name: str, state: Mapping[str, Any], draws: bool) -> Format | N
 
 
 def found_master(p: Tensor, state: Mapping[str, Any]) -> Format | None:
-    """Of a parameter whose master is there; None if there is none."""
+    """The format of a parameter that has a master; None if it has none."""
     rest = state.get("master_rest")
     if isinstance(rest, Tensor) and rest.dtype in _RESTS and p.dtype == torch.bfloat16:
         return Split(_RESTS[rest.dtype])
     return Copied(p.dtype) if isinstance(state.get("master"), Tensor) and p.dtype.itemsize == 2 else None
 
 
-# the tensors of a plane
+# shapes of planes
 
 
 def _row_length(p: Tensor) -> int:
@@ -146,11 +146,11 @@ def _row_length(p: Tensor) -> int:
 
 
 def plane_shape(plane: Plane, whole: Tensor, part: Tensor) -> tuple[int, ...]:
-    """The shape of a plane of `part`, the part that is here of a `whole` parameter, or that is the whole."""
+    """The shape of a plane for `part`: the local part of a `whole` parameter, or the whole itself."""
     if plane.block == 1:
         return (*part.shape,)
     length = _row_length(whole)
-    # by rows, so that rows may go to other ranks
+    # by rows, so that rows can move to other ranks
     if length and length % plane.block == 0:
         return part.shape[0], length // plane.block
     return (-(-part.numel() // plane.block),)

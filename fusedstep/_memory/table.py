@@ -41,31 +41,32 @@ from .bucket import Bucket
 from .counts import Counts, apart
 from .offload import copies_of
 from .ranks import ReduceGroup, all_reduce_rows_
-from .row import Memory, Row, Settings
+from .row import Memory, Row
+from .settings import Settings
 from .stages import Stages, give_workspaces, matrix_of
 from .transfer import from_host, upload
 
 
 class FoldRun(NamedTuple):
-    """Buckets that follow each other and sum alike: into these rows of the table's sums, in these ways."""
+    """Consecutive buckets with the same sums: the row of the first sum in its table, and the kind of each."""
 
     first_fold: int
     kinds: tuple[str, ...]
     buckets: list[Bucket]
 
 
-# pinned memory that graphs copy from at every replay. It is never freed: nothing tells when the last replay is
-# over, and memory that others write meanwhile would have it update whatever lies at their numbers
+# pinned memory that graphs copy addresses from at every replay. It is never freed: we cannot know when the last
+# replay is over, and if the memory were reused, a replay would take other numbers for addresses and write there
 _READ_BY_GRAPHS: list[Tensor] = []
 
 
 def new_status(device: torch.device) -> Tensor:
-    # numbers that a GradScaler can be given
+    # float32, because a GradScaler can be given these numbers
     return torch.zeros(FOUND + 1, dtype=torch.float32, device=device)
 
 
 def _stored(program: Program) -> list[str]:
-    """How a row of a program is stored, as something to sort by."""
+    """How a row of a program is stored, as a sort key."""
     return [str(plane) for plane in program.planes]
 
 
@@ -84,19 +85,19 @@ class Table:
         settings: Settings,
     ) -> None:
         self.engine, self.device, self.counts = rows[0].engine, rows[0].device, settings.counts
-        # of rows that work on copies: whether those of parameters are there
+        # `_has_params`: whether parameters have been copied to their stand-ins
         self.copies, self.turn, self._has_params = copies_of(rows[0]), rows[0].turn, False
         self.spec, self.option_columns = settings.spec, {name: i for i, name in enumerate(names)}
         # equal programs are one object
         programs = {id(row.program): row.program for row in rows}
-        # in the order of the groups, which is the same on all ranks; together, if they share their scalars
+        # in the order of groups, which is the same on all ranks; programs with the same scalars together
         scalars = {at: tuple(sweep.scalars for sweep in program.sweeps) for at, program in programs.items()}
         numbers = {each: i for i, each in enumerate(dict.fromkeys(scalars.values()))}
         order_of = {
             at: (numbers[scalars[at]], _stored(program), i) for i, (at, program) in enumerate(programs.items())
         }
         keys = {id(row): order_of[id(row.program)] for row in rows}
-        # what stages work on together, together
+        # rows of one shape together, because stages work on them together
         shapes = {id(row): (*row.param.shape,) if row.program.stages else () for row in rows}
         order = sorted(range(len(rows)), key=lambda i: (keys[id(rows[i])], shapes[id(rows[i])]))
         ordered = [rows[i] for i in order]
@@ -125,27 +126,27 @@ class Table:
         # mps has no float64
         exact = torch.float32 if self.device.type == "mps" else settings.exact
         self.cells = from_host(self.host_cells, self.device)
-        # where the next graph that captures a step will find them
+        # pinned memory for cells, which the next graph that captures a step will copy from
         self._cells_to_capture: Tensor | None = None
         columns = max(program.column_count for program in programs.values())
         folds = max(program.fold_count for program in programs.values())
         self.scalars = torch.zeros(len(rows), columns, dtype=exact, device=self.device)
-        # of every sweep in turn, one row per sum
+        # a row for every sum, sweep by sweep
         self.sums = torch.zeros(folds, len(rows), dtype=exact, device=self.device)
-        # what tables and ranks tell each other of their gradients, and how that is added up
+        # sums over gradients that tables and ranks exchange, and their kinds
         self.shared_kinds = self.spec.shared_kinds
         self.measured = self.sums[: len(self.shared_kinds)]
-        # sums of all that is stepped together, and who is clipped with whom
+        # the sums of all tables that are stepped together, and which of their rows are clipped together
         self.shared = self.sums, from_host(self.clip_ids, self.device)
         self.reductions = [[*self._reductions(k)] for k in range(self.sweep_count)]
-        # of every sweep, the sums that are added up over all tensors: in the same rows for all programs
+        # for every sweep, the rows of sums over all tensors, which are the same for all programs
         program = self.buckets[0].program
         self.summed_over_all = [program.summed_over_all(k) for k in range(len(program.sweeps))]
         self.status = new_status(self.device)
         self.options = from_host(options, self.device, exact).clone()
-        # the same on the host; NaN for those that are only known to a device
+        # the same on the host; NaN for options that are only known on a device
         self.host_options = options.copy()
-        # step counts, and what rules keep once for each tensor: the first of every rule, the second, and so on
+        # step counts, and numbers that rules keep once for each tensor: the first of each rule, the second, ...
         self.steps = torch.zeros(len(rows), dtype=_get_scalar_dtype(), device=self.device)
         most = max(len(program.scalars) for program in programs.values())
         # at least one: kernels take its address
@@ -155,38 +156,40 @@ class Table:
         self.known_steps = self.counters[0].known
 
     def set_options(self, numbers: np.ndarray) -> None:
-        """Options of all groups; those that are tensors follow by `set_tensor_option`."""
-        upload(numbers, self.options)
-        self.host_options[:] = numbers
+        """Set the options of the groups this table knows; `set_tensor_option` sets those that are tensors."""
+        upload(numbers[: len(self.host_options)], self.options)
+        self.host_options[:] = numbers[: len(self.host_options)]
 
     def set_tensor_option(self, group: int, column: int, value: Tensor) -> None:
-        self.options[group, column].copy_(value, non_blocking=True)
-        self.host_options[group, column] = np.nan
+        # a group that was added later has no row here
+        if group < len(self.host_options):
+            self.options[group, column].copy_(value, non_blocking=True)
+            self.host_options[group, column] = np.nan
 
     @property
     def cells_changed(self) -> bool:
         return any(bucket.cells_changed for bucket in self.buckets)
 
     def buckets_with(self, k: int) -> list[Bucket]:
-        """Those that have a sweep `k`."""
+        """Buckets that have a sweep `k`."""
         return [bucket for bucket in self.buckets if k < len(bucket.program.sweeps)]
 
     def scalar_runs(self, k: int) -> Iterator[tuple[Scalars, int, int]]:
-        """Scalars that are computed before sweep `k`, and the first and last row that have them."""
+        """Scalars that are computed before sweep `k`, and the range of rows that have them: first and end."""
         for scalars, same in groupby(self.buckets, key=lambda bucket: bucket.scalars(k)):
             run = [*same]
             if scalars is not None:
                 yield scalars, run[0].first_row, run[-1].end_row
 
     def fold_runs(self, k: int) -> Iterator[FoldRun]:
-        """Buckets that follow each other and sum alike in sweep `k`."""
+        """Runs of consecutive buckets that have the same sums in sweep `k`."""
         for folds, same in groupby(self.buckets, key=lambda bucket: bucket.folds(k)):
             if folds is not None:
                 first, kinds = folds
                 yield FoldRun(first, kinds, [*same])
 
     def _reductions(self, k: int) -> Iterator[tuple[Tensor, tuple[str, ...], ReduceGroup]]:
-        """Sums of sweep `k` that ranks with parts of a tensor add up: where, how, and with whom."""
+        """Sums of sweep `k` that are added up over ranks with parts of a tensor: sums, kinds, and ranks."""
         for first, kinds, buckets in self.fold_runs(k) if self.reduce_groups else ():
             begin, end = buckets[0].first_row, buckets[-1].end_row
             for group in self.reduce_groups if kinds else ():
@@ -199,7 +202,7 @@ class Table:
         return [row for bucket in self.buckets for row in bucket.rows]
 
     def find_counts(self, rows: dict[int, Row]) -> None:
-        """Note the counts that the states of these rows, by their places, hold now."""
+        """Note the counts that are in the states of these rows, by their places, now."""
         for place, row in rows.items():
             counters = dict(zip(("step", *row.program.scalars), self.counters, strict=False))
             for name in row.program.kept_once:
@@ -208,7 +211,7 @@ class Table:
                 row.once[name] = count if is_own else apart(count)
 
     def adopt_counts(self, rows: dict[int, Row], memory: Memory) -> None:
-        """Have these rows, by their places, go on from the counts they have."""
+        """Copy here the counts that these rows, by their places, have, and keep them here."""
         self._adopt(rows)
         for row in rows.values():
             row.keep_once(memory)
@@ -219,19 +222,18 @@ class Table:
             having = {i: row for i, row in rows.items() if k < len(row.program.scalars)}
             counts.adopt(having, lambda row, k=k: row.program.scalars[k])  # type: ignore[misc]
 
-    @property
-    def _staged(self) -> list[Row]:
-        """Live rows that work on copies."""
-        return [row for bucket in self.buckets for row in bucket.staged]
+    def _live_rows_with_stand_ins(self) -> list[Row]:
+        buckets = [bucket for bucket in self.buckets if bucket.has_stand_ins]
+        return [row for bucket in buckets for row in bucket.live_rows if row.has_stand_ins]
 
     # a step
 
     def begin(self) -> None:
-        """Bring to the device what a step needs."""
+        """Copy to the device what a step needs."""
         changed = self.cells_changed
         if self._cells_to_capture is None and self.device.type == "cuda" and not is_capturing():
             self._cells_to_capture = torch.empty_like(self.cells, device="cpu", pin_memory=True)
-        # on the host they are the same memory, unless that is none
+        # on the host, `cells` and `host_cells` are the same memory, except in a trace
         if changed and (self.device.type != "cpu" or is_traced()):
             self._upload_cells()
         elif changed:
@@ -239,18 +241,18 @@ class Table:
                 bucket.cells_changed = False
         for counts in self.counters:
             counts.fetch_shared()
-        staged = self._staged
-        if staged:
-            self.copies.bring(staged, (GRAD,) if self.measures_grads else (GRAD, PARAM))
+        rows = self._live_rows_with_stand_ins()
+        if rows:
+            self.copies.bring(rows, (GRAD,) if self.measures_grads else (GRAD, PARAM))
 
     def bring_params(self) -> None:
-        """What `begin` has left until all gradients are on their way, which are measured meanwhile."""
-        staged = self._staged if self.measures_grads else []
-        if staged:
-            self.copies.bring(staged, (PARAM,))
+        """Copy parameters after the gradients of all tables, if gradients are measured meanwhile."""
+        rows = self._live_rows_with_stand_ins() if self.measures_grads else []
+        if rows:
+            self.copies.bring(rows, (PARAM,))
 
     def sweep(self, k: int, skips: bool) -> None:
-        """Sweep `k`, with its sums taken over all ranks that hold parts of a tensor."""
+        """Take sweep `k`, with its sums over all ranks that hold parts of a tensor."""
         measures_grads = k == 0 and self.measures_grads
         self.copies.wait(GRAD if measures_grads else PARAM)
         self._has_params = not measures_grads
@@ -265,33 +267,33 @@ class Table:
         if not captures:
             upload(self.host_cells, self.cells)
         elif self._cells_to_capture is None:
-            raise RuntimeError("between two captures of a step() one must be taken that is not captured")
+            raise RuntimeError("between two captures of step(), take a step() that is not captured")
         else:
             source, self._cells_to_capture = self._cells_to_capture, None
             _READ_BY_GRAPHS.append(source)
             source.copy_(torch.from_numpy(self.host_cells))
             self.cells.copy_(source, non_blocking=True)
         for bucket in self.buckets:
-            # a capture only says what a replay will do
+            # a capture copies nothing: only its replays do
             bucket.cells_changed = captures
 
     def update(self, k: int, amp: Amp) -> None:
-        """Sweep `k` of everything live, in place."""
+        """Take sweep `k` for all live rows, in place."""
         if k < self.sweep_count:
             self.executable.prepare(k, amp)
             self.sweep(k, skips=self.spec.skip_nonfinite or amp.found_inf is not None)
 
     def end(self) -> None:
-        """Bring to where it belongs what a step has written elsewhere, so far as it came."""
-        staged = self._staged if self._has_params else []
+        """Copy back what a step has written to stand-ins and shared counts, as far as it got."""
+        rows = self._live_rows_with_stand_ins() if self._has_params else []
         self._has_params = False
-        if staged:
-            self.copies.send_back(staged, self.spec)
+        if rows:
+            self.copies.send_back(rows, self.spec)
         for counts in self.counters:
             counts.publish_shared()
 
 
-# which gradients are clipped together, by their rows
+# gradients of rows with the same key are clipped together
 CLIP_SCOPES: dict[str, Callable[[Row], Any]] = {
     "tensor": lambda row: id(row),
     "group": lambda row: (row.group, row.param.dtype),
@@ -310,14 +312,14 @@ def make_tables(rows: list[Row], options: np.ndarray, names: Sequence[str], sett
         Table([row for row, _ in members], [i for _, i in members], options, names, settings)
         for members in by_table.values()
     ]
-    # as they are stepped
+    # in the order in which they are stepped
     tables.sort(key=lambda table: table.turn)
     if settings.norm_ranks is not None or len(tables) > 1:
-        # with other ranks all are clipped together, and one column tells of them
+        # with other ranks, all gradients are clipped together, and one column holds their sums
         clip_ids = np.zeros(1, np.int64)
         if settings.norm_ranks is None:
             clip_ids = np.concatenate([table.clip_ids for table in tables])
-        # one for all tables of a device, of which there may be hundreds
+        # shared by all tables of a device, because there may be hundreds
         made: dict[tuple, tuple[Tensor, Tensor]] = {}
         for table in tables:
             at = table.device, len(table.sums)

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device, without waiting for it."""
+"""Copies of numbers from the host to a device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .._engines import is_traced
 
 
 def from_host(host: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these numbers, on the host in the same memory if it can."""
+    """A tensor of these numbers on `device`; on the host it shares their memory, if possible."""
     if is_traced():
-        # one that is made by an operation, which then knows it
+        # made by an operation, so that the trace knows it
         return torch.tensor(host.tolist(), dtype=dtype, device=device)
     return torch.from_numpy(host).to(device, dtype)
 

@@ -1,7 +1,8 @@
 """Whether an engine computes what the torch engine does, on a type of device that we have no tests for.
 
-A compiler may accept a kernel and still get it wrong. So one step with a limit for the norm, through the same
-tables as any other, is compared before the engine is used: it loads, computes, sums, reduces and stores.
+A compiler may accept a kernel and still get it wrong. So before an engine is used, both engines take a step,
+and the results are compared. The step clips by the norm and uses the same tables as any other: it loads,
+computes, sums, reduces and stores.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from .._algorithm.program import make_rule
 from .._algorithm.step import StepSpec
 from .call import Call, Job
 from .options import COMMON
-from .row import Settings, Update
+from .settings import Settings, Update
 
 # a few elements, part of a chunk, more than two chunks
 _SIZES = (3, 37, 2_500)
-# both round once, and not always to the same side; what they round differs in its last bits
+# both engines round once, but to different sides if numbers differ in their last bits
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _OPTIONS = {
     **dict.fromkeys(COMMON, 0.0),
-    # less than the norm
+    # less than the norm, so that the step clips
     "max_grad_norm": 5.0,
     "lr": 0.1,
     "beta1": 0.9,
@@ -39,16 +40,16 @@ _RULE = make_rule(tried, {"m": "exp_avg", "v": "exp_avg_sq"})
 
 
 def try_engine(name: str, device_type: str) -> str | None:
-    """Why an engine is not to be used on this type of device; None if its step is the torch engine's."""
+    """Why an engine must not be used on this type of device; None if it steps as the torch engine does."""
     try:
         found, expected = (_stepped(engine, device_type) for engine in (name, "torch"))
     except Exception as error:  # every compiler and driver has errors of its own
-        return f"a step to try it out failed ({type(error).__name__}: {error})"
+        return f"a trial step failed ({type(error).__name__}: {error})"
     for a, b in zip(found, expected, strict=True):
         tolerance = _TOLERANCES[a.dtype]
         if not torch.allclose(a, b, rtol=tolerance, atol=tolerance):
             off = float((a.double() - b.double()).abs().max())
-            return f"a step to try it out is off by {off:.2g} from plain tensor operations, in {a.dtype}"
+            return f"a trial step is off by {off:.2g} from plain tensor operations, in {a.dtype}"
     return None
 
 
@@ -65,7 +66,7 @@ def _stepped(engine: str, device_type: str) -> list[Tensor]:
 
 
 def _tensors(role: int, device_type: str) -> list[Tensor]:
-    """Numbers between 0 and 1, for every role others; the last of each dtype is not aligned."""
+    """Numbers between 0 and 1, different for every role; the last tensor of each dtype is not aligned."""
     found = []
     for dtype in _TOLERANCES:
         for size in (*_SIZES, _SIZES[-1]):

@@ -9,8 +9,9 @@ if they had been written out, with those that every optimizer takes at the end.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -135,6 +136,39 @@ def signature_of(arguments: dict[str, Argument], common: dict[str, Argument]) ->
     return inspect.Signature([first, *(made[name] for name in order)])
 
 
+def bound(signature: inspect.Signature, owner: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, defaults included."""
+    check_names(owner, kwargs, [*signature.parameters])
+    try:
+        found = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{owner}.__init__(): {error}") from None
+    found.apply_defaults()
+    return found.arguments
+
+
+def check_names(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise if an argument that is `given` is not known, with the name that was perhaps meant."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        near = _near(unknown, known)
+        meant = f"; did you mean {near[0]!r}?" if near else ";"
+        raise TypeError(
+            f"{owner} got an unexpected keyword argument {unknown!r}{meant} It takes {', '.join(known)}"
+        )
+
+
+def check_spelling(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """The same for options of groups, which may have entries of the user's own: raise for a name that is nearly
+    known.
+    """
+    check_names(owner, (name for name in given if name not in known and _near(name, known)), known)
+
+
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(name, known, 1)
+
+
 # what values mean
 
 
@@ -214,6 +248,27 @@ def with_tuples(options: dict[str, Any]) -> dict[str, Any]:
 
 
 # checks
+
+
+def check_types(
+    owner: str, given: Mapping[str, Any], arguments: Mapping[str, Argument], numbers: Collection[str]
+) -> None:
+    """Raise where a string is given for a flag, or for one of the options that are `numbers`."""
+    for name, value in given.items():
+        default = arguments[name].default if name in arguments else None
+        if isinstance(default, bool) and name != "skip_nonfinite":
+            kind = "True or False"
+        elif name in numbers:
+            kind = f"{len(default)} numbers" if isinstance(default, tuple) else "a number"
+        else:
+            continue
+        # how many numbers there must be is another question
+        parts = value if is_sequence(value) else () if isinstance(default, tuple) else (value,)
+        if any(isinstance(part, str) for part in parts):
+            raise TypeError(
+                f"{owner} was given {name}={value!r}; use {kind}. (fusedstep.by_name reads strings, such as "
+                "those of configuration files)"
+            )
 
 
 def check_flags(options: dict[str, Any]) -> None:

@@ -27,6 +27,12 @@ class _Box:
 
 def loadable(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint as torch's loader can take it: all options there, and states by our names."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        found = [*state_dict][:3]
+        raise KeyError(
+            f"'state' and 'param_groups' are not both in this state dict, which begins with {found}; load one "
+            "that an optimizer's state_dict() gave"
+        )
     groups = [{**group} for group in state_dict["param_groups"]]
     for saved, group in zip(groups, optimizer.param_groups, strict=False):
         _complete(optimizer, saved, group)

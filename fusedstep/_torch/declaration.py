@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from .._algorithm.program import Rule
-from .._algorithm.step import called
-from .._memory.options import COMMON
-from .._memory.row import Update
+from .._algorithm.step import OF_TENSOR, called
+from .._memory.options import COMMON, is_sequence
+from .._memory.settings import Update
 from .._memory.storage import AS_PARAMETER, Storage
-from .arguments import Argument, Common, check_flags, declared_arguments, signature_of
+from .arguments import Argument, Common, bound, check_flags, check_types, declared_arguments, signature_of
 
 COMMON_ARGUMENTS = declared_arguments(Common, {})
 
@@ -46,12 +47,8 @@ class Declaration(Common):
         for base in reversed(cls.__mro__[1:]):
             inherited |= vars(base).get("arguments", {})
         cls.arguments = declared_arguments(cls, inherited)
+        _check_declared(cls, inherited)
         if "rule" in vars(cls):
-            if not isinstance(cls.rule, Rule):
-                raise TypeError(
-                    f"{cls.__name__}.rule is {cls.rule!r}; use a function that is marked as one, with "
-                    "@rule(states=...)"
-                )
             cls.rules = (cls.rule,)
         for rule in getattr(cls, "rules", ()):
             _check_names(cls, rule)
@@ -74,10 +71,19 @@ class Declaration(Common):
             rule = next(rule for rule in cls.rules if unknown.intersection(rule.options))
             raise TypeError(
                 f"rule {called(rule.update)} of {cls.__name__} takes {sorted(unknown)}, and the class declares "
-                f"{sorted(n for a in groups.values() for n in a.scalars)}; declare an option of that name"
+                f"{sorted(n for a in groups.values() for n in a.scalars)}; {_how_to_declare(cls, min(unknown))}"
             )
         if "__init__" not in vars(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Called for a class without a rule, and by the `__init__` that a class with one has written itself."""
+        if not hasattr(self, "rules"):
+            raise TypeError(
+                f"{type(self).__name__} has no rule, so that it cannot be constructed; use one of fusedstep's "
+                "optimizers, or write `rule = ...` in a class of your own: a function marked with @rule()"
+            )
+        _constructor(type(self))(self, *args, **kwargs)
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         """The rule that steps this group."""
@@ -100,11 +106,14 @@ class Declaration(Common):
     def check(self, options: dict[str, Any]) -> None:
         """Raise where options, of a group or of all, make no sense."""
 
+    def _check_types(self, given: dict[str, Any]) -> None:
+        check_types(type(self).__name__, given, self.arguments, self.options.keys() - self.words.keys())
+
     def _check(self, options: dict[str, Any]) -> None:
         limit, decay = options.get("max_grad_norm"), options.get("ema_decay")
-        if limit is not None and (not isinstance(limit, (int, float, Tensor)) or limit != limit):
-            raise ValueError(f"Invalid max_grad_norm: {limit!r}; use a number, or None for no limit")
-        if decay is not None and not (isinstance(decay, (int, float, Tensor)) and 0 <= decay <= 1):
+        if limit is not None and (not _is_number(limit) or limit != limit):
+            raise ValueError(f"Invalid max_grad_norm: {limit!r}; use a number above 0, or None for no limit")
+        if decay is not None and not (_is_number(decay) and 0 <= decay <= 1):
             raise ValueError(f"Invalid ema_decay: {decay!r}; use a number from 0 to 1, or None for no average")
         self.check(options)
         check_flags(options)
@@ -127,16 +136,84 @@ class Declaration(Common):
         return group.get("max_grad_norm")
 
 
-def _check_names(cls: type[Declaration], rule: Rule) -> None:
-    """Raise where a rule calls something of its own as a class calls something else."""
-    arguments = {name for name, a in cls.arguments.items() if not a.is_entry}
-    taken = sorted(arguments.intersection(rule.group_scalars))
-    common = sorted({*COMMON, "params"}.intersection(rule.options))
-    if taken or common:
+# names that have a meaning in every constructor, group or rule
+_RESERVED = ("self", "params", "param_names", "clip_eps", *OF_TENSOR)
+
+
+def _check_declared(cls: type[Declaration], inherited: dict[str, Argument]) -> None:
+    """Raise where what a class declares is no argument, or one that nobody could use."""
+    for name, value in vars(cls).items():
+        # the default itself changes nothing
+        is_option = name in inherited and value is not inherited[name].default and _may_be_default(value)
+        if isinstance(value, Argument) or is_option:
+            raise TypeError(
+                f"{cls.__name__}.{name} has no annotation, and so it is no option; write "
+                f"{_declared(name, value, inherited)}"
+            )
+    for name, own in cls.arguments.items():
+        reserved = sorted({name, *own.scalars}.intersection(_RESERVED))
+        if reserved:
+            raise TypeError(
+                f"{cls.__name__} declares {reserved}, which every constructor, group or rule has with another "
+                "meaning; use other names"
+            )
+        if name in inherited and inherited[name].for_all and not own.for_all:
+            raise TypeError(
+                f"{cls.__name__}.{name} holds for all groups; write {_declared(name, own.default, inherited)}"
+            )
+        if len(own.scalars) > 1 and not (is_sequence(own.default) and len(own.default) == len(own.scalars)):
+            raise TypeError(
+                f"{cls.__name__}.{name} is by default {own.default!r}, and rules take {[*own.scalars]} of it; "
+                f"use a tuple of {len(own.scalars)} numbers"
+            )
+
+
+def _may_be_default(value: Any) -> bool:
+    """Whether a class has it as the default of an option rather than as a method or property."""
+    return not callable(value) and not hasattr(value, "__get__")
+
+
+def _declared(name: str, value: Any, inherited: dict[str, Argument]) -> str:
+    """The line that declares an argument with this default."""
+    if isinstance(value, Argument):
+        return f"`{name}: {type(value.default).__name__} = ...`"
+    is_for_all = name in inherited and inherited[name].for_all
+    default = f"for_all(default={value!r}, kw_only=True)" if is_for_all else repr(value)
+    return f"`{name}: {type(value).__name__} = {default}`"
+
+
+def _how_to_declare(cls: type[Declaration], name: str) -> str:
+    """What to do about an option that a class does not declare, though it may look as if."""
+    value = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    if value is not None and _may_be_default(value):
+        return f"{name} has no annotation, and so it is no option; write {_declared(name, value, {})}"
+    if name in inspect.get_annotations(cls):
+        return f"{name} has no default, and so it is no option; write `{name}: float = 1e-3`, for example"
+    return f"declare an option of that name, `{name}: float = 1e-3` for example"
+
+
+def _check_names(cls: type[Declaration], rule: Any) -> None:
+    """Raise where a rule of a class is none, or calls something of its own as a class calls something else."""
+    if not isinstance(rule, Rule):
+        found = f"rule is {rule!r}" if "rule" in vars(cls) else f"rules has {rule!r}"
         raise TypeError(
-            f"a rule of {cls.__name__} keeps {taken} for groups, and takes {common}: these mean something else "
-            "in every group; use other names"
+            f"{cls.__name__}.{found}; mark that function with @rule(states=...), and write `rule = f`, or "
+            "`rules = (f, g)` for several"
         )
+    arguments = {name for name, a in cls.arguments.items() if not a.is_entry}
+    taken = sorted(
+        {*arguments.intersection(rule.group_scalars), *{*COMMON, "params"}.intersection(rule.options)}
+    )
+    if taken:
+        raise TypeError(
+            f"rule {called(rule.update)} of {cls.__name__} takes or keeps {taken}, which every group has with "
+            "another meaning; use other names"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor of one."""
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _constructor(cls: type[Declaration]) -> Callable:
@@ -144,9 +221,7 @@ def _constructor(cls: type[Declaration]) -> Callable:
     signature = signature_of(cls.arguments, COMMON_ARGUMENTS)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        self._setup(**bound.arguments)
+        self._setup(**bound(signature, cls.__name__, args, kwargs))
 
     with_self = [
         inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),

@@ -18,9 +18,10 @@ from .. import _engines
 from .._algorithm.program import EMA, NORM_TYPES, StepSpec
 from .._engines import Amp
 from .._memory.capture import Capture, Group
-from .._memory.plan import Plan, names_in
+from .._memory.names import names_in
+from .._memory.plan import Plan
 from .._memory.ranks import check_group, check_scope, ranks_of
-from .._memory.row import Settings
+from .._memory.settings import Settings
 from .._memory.shards import drop_gathered, is_flat, on_several_meshes
 from .._memory.storage import AS_PARAMETER, IN_GROUPS
 from .._memory.table import CLIP_SCOPES
@@ -47,6 +48,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
     def _setup(self, params: Any, **defaults: Any) -> None:
         """With all arguments of a class: `params`, a few for the whole optimizer, and options of groups."""
         cls = type(self)
+        self._check_types(defaults)
         self.check_arguments(defaults)
         defaults = with_tuples(defaults) | {
             n: a.default for n, a in cls.arguments.items() if a.fixed or a.is_entry
@@ -138,6 +140,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
             workspace_bytes=self.workspace_bytes,
             replicas=None if self.divide_among is None else ranks_of(self.divide_among),
             offload=self.offload is not None,
+            rules=self.rules,
         )
 
     @staticmethod
@@ -365,6 +368,7 @@ class Optimizer(Storing, Declaration, Saving, torch.optim.Optimizer):
                     f"{name} holds for the whole optimizer; pass it beside the groups, not in one, and to "
                     f"ZeroRedundancyOptimizer by functools.partial({type(self).__name__}, {name}=...)"
                 )
+            self._check_types(param_group)
             # a list stays one, as in torch's groups, and may be changed in place
             lists = {name: value for name, value in param_group.items() if type(value) is list}
             param_group.update(with_tuples(param_group) | lists)

@@ -31,7 +31,7 @@ from .refusals import check_released
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A parameter, with what is known of it: found by one look, since hooks are many."""
+    """A parameter, with what is known of it."""
 
     param: Tensor
     # numbers that its gradient has here
@@ -62,7 +62,6 @@ class Release:
         self._hooks: dict[Tensor, Any] = {}
         # frozen parameters cannot have one
         self._without_hook: list[Tensor] = []
-        self._hook = _hook_of(weakref.ref(self))
         # what the optimizer remembered at the end of the last step
         self._states: dict[Tensor, Any] = {}
         # whether a gradient has come since the last step, and which are not yet stepped, by device
@@ -81,12 +80,13 @@ class Release:
         if sizes != self._sizes or not all(map(is_, params, self._members)):
             self._sizes = sizes
             self._dissolve(self.parts)
-            self._members = {p: self._members.get(p) or _Member(p, size_here(p)) for p in params}
-            # the hooks of others stay until the end of the step, and do nothing
+            before = self._members
+            self._members = {p: before.get(p) or _Member(p, size_here(p)) for p in params}
             self._without_hook = [p for p in self._members if p not in self._hooks]
         if self._without_hook:
+            hook = _hook_of(weakref.ref(self))
             for p in [p for p in self._without_hook if p.requires_grad]:
-                self._hooks[p] = p.register_post_accumulate_grad_hook(self._hook)
+                self._hooks[p] = p.register_post_accumulate_grad_hook(hook)
             self._without_hook = [p for p in self._without_hook if p not in self._hooks]
         if type(optimizer.param_groups) is not _Groups:
             optimizer.param_groups = _Groups(optimizer.param_groups)
@@ -104,7 +104,8 @@ class Release:
                 if p.grad is not None:
                     by_device.setdefault(p.device, []).append(member)
             for device, members in by_device.items():
-                self._join_streams(device)
+                if device.type == "cuda":
+                    self._join_streams(device)
                 self._step(optimizer, members)
             self._begin_anew()
             self._states = {**optimizer.state}
@@ -159,22 +160,18 @@ class Release:
             if not self._is_under_way:
                 self._checked()
                 self._is_under_way = True
-            member, device = self._members.get(p), p.device
+            member = self._members.get(p)
             if member is None:
-                # it has left its group
+                # it has left its group; its hook stays until the end of the step
                 return
             if member.came:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} has a second gradient since the last step(), and "
-                    "the first may be gone: with release_gradients() nothing can be accumulated. Call "
-                    "optimizer.step() after every backward(), or optimizer.zero_grad() after one that failed; "
-                    "if there was only one, it shares the parameter among parts that checkpoint() runs with "
-                    "use_reentrant=True: use False"
-                )
+                self._refuse_second(p)
             member.came = True
             if member.part is not None and not member.part.waited:
                 self._dissolve([member.part])
-            self._join_streams(device)
+            device = grad.device
+            if device.type == "cuda":
+                self._join_streams(device)
             waiting = self._waiting.get(device)
             if waiting is None:
                 waiting = self._waiting[device] = _Waiting()
@@ -183,6 +180,15 @@ class Release:
             if waiting.bytes >= self._bucket_bytes:
                 del self._waiting[device]
                 self._step(optimizer, waiting.members)
+
+    @staticmethod
+    def _refuse_second(p: Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} has a second gradient since the last step(), and the first "
+            "may be gone: with release_gradients() nothing can be accumulated. Call optimizer.step() after "
+            "every backward(), or optimizer.zero_grad() after one that failed; if there was only one, it "
+            "shares the parameter among parts that checkpoint() runs with use_reentrant=True: use False"
+        )
 
     # within the lock
 
@@ -249,9 +255,7 @@ class Release:
             self._dissolve(whole)
 
     def _join_streams(self, device: torch.device) -> None:
-        """Have what is launched now come after all that was launched for this device before."""
-        if device.type != "cuda":
-            return
+        """Have what is launched now come after all that was launched for this GPU before."""
         last, now = self._streams.get(device), torch.cuda.current_stream(device)
         if last is not None and last != now:
             now.wait_stream(last)
@@ -281,6 +285,8 @@ class Release:
 
 
 def _hook_of(release: weakref.ref[Release]) -> Callable[[Tensor], None]:
+    """What autograd calls with a parameter when its gradient is there."""
+
     @outside_of_graphs
     def take(p: Tensor) -> None:
         found = release()

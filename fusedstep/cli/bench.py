@@ -1,10 +1,11 @@
-"""`fusedstep bench`: our step beside everybody's that is found, in one run, against what memory allows."""
+"""`fusedstep bench`: our step beside those of all peers found, in one run, against the limit of memory."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,18 +23,16 @@ from .measure import Setup, measure
 from .shapes import MODELS
 from .works import DTYPES, Work
 
-# what is timed otherwise, and chosen by its name
+# benchmarks that time something else, chosen by their names
 _OTHERS: dict[str, Any] = {"host": host, "cold": cold}
-_ONE, _FOUND, _LEFT = "One case of your own", "Peers", "What is left behind"
+_ONE, _FOUND, _LEFT = "One case of your own", "Peers", "Output"
 
 
 def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one")] = None,
     only: Annotated[
         str,
-        typer.Option(
-            help="of the table of cases those whose name contains this; host: loops; cold: new processes"
-        ),
+        typer.Option(help="only cases of the table whose name contains this; host: loops; cold: new processes"),
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="samples of each time")] = 20,
     model: Annotated[
@@ -45,16 +44,17 @@ def bench(
     ] = None,
     optimizer: Annotated[
         list[str] | None,
-        typer.Option(help="AdamW if nothing is said; any of ours, may be repeated", rich_help_panel=_ONE),
+        typer.Option(help="any of ours; AdamW by default; may be repeated", rich_help_panel=_ONE),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="of the optimizer, as betas=0.9,0.99; may be repeated", rich_help_panel=_ONE),
+        typer.Option(help="of the optimizer, such as betas=0.9,0.99; may be repeated", rich_help_panel=_ONE),
     ] = None,
     dtype: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"of parameters, and of states after a slash: {', '.join(DTYPES)}; may be repeated",
+            help=f"of parameters, and of states after a slash: {', '.join(DTYPES)}, or by torch's names; "
+            "may be repeated",
             rich_help_panel=_ONE,
         ),
     ] = None,
@@ -65,18 +65,18 @@ def bench(
         str | None, typer.Option(help="of 16-bit parameters: float32, split, split8", rich_help_panel=_ONE)
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="torch, cpu or triton; the fastest if not said", rich_help_panel=_ONE)
+        str | None, typer.Option(help="torch, cpu or triton; by default the fastest", rich_help_panel=_ONE)
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="only peers whose name contains this; may be repeated; all: also those that compile for long",
+            help="only peers whose name contains this; may be repeated; all: also those slow to compile",
             rich_help_panel=_FOUND,
         ),
     ] = None,
     list_peers: Annotated[
         bool,
-        typer.Option("--peers", help="list who was found, and why others were not", rich_help_panel=_FOUND),
+        typer.Option("--peers", help="list the peers found, and why others were not", rich_help_panel=_FOUND),
     ] = False,
     peers_path: Annotated[
         Path | None,
@@ -94,7 +94,7 @@ def bench(
     read: Annotated[
         list[Path] | None,
         typer.Option(
-            help="a raw result to show instead of timing anything; several parts of one become one",
+            help="a raw result to show instead of timing anything; several are joined into one",
             rich_help_panel=_LEFT,
         ),
     ] = None,
@@ -105,13 +105,13 @@ def bench(
         ),
     ] = None,
     commit: Annotated[
-        str | None, typer.Option(help="commit to record; git is asked for it", rich_help_panel=_LEFT)
+        str | None, typer.Option(help="commit to record; by default from git", rich_help_panel=_LEFT)
     ] = None,
 ) -> None:
     """Time our steps beside every other implementation found here, interleaved, and against the memory limit.
 
     Without --model or --optimizer a table of cases is run. Every case is checked against float64 first; one
-    that disagrees is not timed but told, and the command ends with 1.
+    that disagrees is reported instead of timed, and the command exits with 1.
 
     fusedstep bench --model bert-large --optimizer Lion --dtype bf16
 
@@ -134,7 +134,7 @@ def bench(
         stored = {"state_dtype": state_dtype, "master": master, "engine": engine}
         asked = Asked(model or [], optimizer or [], option or [], dtype or [], stored)
         works = works_of(asked, only, device)
-        setup = Setup(device, rounds, timing.copy_bandwidth(device), tuple(peer or ()))
+        setup = Setup(device, rounds, timing.Copy(device), tuple(peer or ()))
         result = _timed(works, setup, environment(device, commit), console, json_path)
         name = device, only or "-".join((*asked.models, *asked.optimizers, *asked.dtypes))
     _show(result, name, json_path, output, console)
@@ -151,10 +151,12 @@ def _device(asked: str | None) -> str:
 
 
 def _kept(result: dict[str, Any], only: str) -> dict[str, Any]:
-    """A result with those rows whose name contains this."""
+    """A result with only the rows whose name contains this."""
     rows = [row for row in result["results"] if only in compare.name_of(row)]
     if not rows:
-        raise typer.BadParameter(f"found no row named {only!r} in that result", param_hint="--only")
+        some = next(map(compare.name_of, result["results"]), "")
+        message = f"found no row whose name contains {only!r} in that result; use a part of one, as of {some!r}"
+        raise typer.BadParameter(message, param_hint="--only")
     return {**result, "results": rows}
 
 
@@ -163,7 +165,9 @@ def _other(
 ) -> dict[str, Any]:
     other = _OTHERS[kind]
     if not other.named(part, device):
-        raise typer.BadParameter(f"found no part of {kind} named {part!r}", param_hint="--only")
+        names = ", ".join(each.name for each in other.named("", device))
+        message = f"found no part of {kind} named {part!r}; use a part of one of these: {names}"
+        raise typer.BadParameter(message, param_hint="--only")
     facts = environment(device, commit)
     _print_facts(facts, console)
     results = other.run(part, device, rounds, functools.partial(track, description=kind, console=console))
@@ -173,14 +177,15 @@ def _other(
 def _timed(
     works: list[Work], setup: Setup, facts: dict[str, Any], console: Console, path: Path | None
 ) -> dict[str, Any]:
-    assert setup.bandwidth is not None
     beside = [p for p in peers.PEERS if any(work.optimizer in p.classes for work in works)]
     found = {p.name: p.version() for p in beside if not p.why_not(setup.device)}
-    result: dict[str, Any] = {**facts, "copy_bandwidth": setup.bandwidth, "peers": found, "results": []}
+    result: dict[str, Any] = {**facts, "peers": found, "results": []}
     _print_facts(result, console)
     for work in track(works, "timing", console=console):
         result["results"].append(measure(work, setup))
-        # a run that is ended leaves what it has
+        if report.copy_speeds(result):
+            result["copy_bandwidth"] = statistics.median(report.copy_speeds(result))
+        # a run that is interrupted keeps the rows it has
         _write(result, path)
     return result
 
@@ -194,9 +199,6 @@ def _write(result: dict[str, Any], path: Path | None) -> None:
 def _print_facts(facts: dict[str, Any], console: Console) -> None:
     shown = {name: value for name, value in facts.items() if isinstance(value, str) and name != "commit"}
     console.print(" | ".join(f"{name} {value}" for name, value in shown.items()))
-    if "copy_bandwidth" in facts:
-        speed = f"{facts['copy_bandwidth'] / 1e6:.1f} GB/s"
-        console.print(f"a copy moves {speed} here, which is the limit of any step")
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -219,7 +221,7 @@ def _show(
     if output is None:
         return
     first, *rest = name
-    # of a part under another name: it does not replace the whole
+    # a part gets a name of its own, or it would replace the whole
     words = (first, *([result["device"].lower()] if rest else []), *rest)
     path = output / f"{re.sub('[^A-Za-z0-9._=]+', '-', '-'.join(filter(None, words))).strip('-')}.json"
     _write(result, path)
@@ -240,6 +242,6 @@ def _end(result: dict[str, Any], before: dict[str, Any] | None, console: Console
         console.print(compare.table(found, before, result))
         console.print(f"{len(slower)} slower or larger beyond noise, {len(found)} compared")
     if bad:
-        console.print(f"[red]{len(bad)} of {len(result['results'])} rows are not reported; please report this")
+        console.print(f"[red]{len(bad)} of {len(result['results'])} rows are wrong or failed; please report it")
     if bad or slower:
         raise typer.Exit(1)

@@ -1,7 +1,7 @@
 """Training loops as users write them: the bodies of `loops.py`.
 
-A body is a generator: what it does between two yields is the user's own work and is not timed, what it yields
-is called and timed. One that ends is a run, of which the mean over all its steps is one sample.
+A body is a generator: its work between two yields is the user's own and is not timed; what it yields is called
+and timed. A body that ends is a run: the mean over all its steps is one sample.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def steady(side: Side) -> Body:
 
 
 def bert(side: Side) -> Body:
-    # of a test with few parameters a part
+    # one matrix is enough for tests, which have few parameters
     optimizer = side.optimizer(side.params(MODELS["bert-base"] if side.size > 100 else [(64, 64)]))
     while True:
         yield optimizer.step
@@ -61,7 +61,7 @@ def fresh_gradients(side: Side) -> Body:
     params = side.params()
     optimizer = side.optimizer(params)
     while True:
-        # the old ones are there until the new are, so all are elsewhere
+        # the old ones are freed after the new ones are made, so all addresses change
         _give(params, [p.grad.clone() for p in params])
         yield optimizer.step
 
@@ -99,7 +99,7 @@ def one_other_missing(side: Side) -> Body:
 
 
 def halves_in_turn(side: Side) -> Body:
-    """As the two players of a game, or experts, that one optimizer steps."""
+    """Like the two players of a game, or experts, under one optimizer."""
     params = side.params()
     optimizer, grads = side.optimizer(params), [p.grad for p in params]
     yield optimizer.step
@@ -212,11 +212,11 @@ def closure(side: Side) -> Body:
 
 
 class _Parameter(torch.nn.Parameter):
-    """Of a library that tells its parameters apart by their class."""
+    """A parameter of a library that tells its parameters apart by their class."""
 
 
 class _Overriding(torch.Tensor):
-    """One that sees every function which is called with it."""
+    """A tensor that sees every function which is called with it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -325,7 +325,7 @@ def transposed_gradients(side: Side) -> Body:
 
 
 def layout_changes(side: Side) -> Body:
-    """Gradients that every other step lie otherwise than their parameters."""
+    """Gradients that have another layout than their parameters at every other step."""
     params = side.params([(8, 8)] * side.size)
     optimizer, grads = side.optimizer(params), [p.grad for p in params]
     while True:
@@ -343,7 +343,7 @@ def statistics_each_tenth(side: Side) -> Body:
 
 
 def in_backward(side: Side, bucket_bytes: int | None) -> Body:
-    """Every parameter has a gradient from a backward of its own; ours releases them, if in buckets."""
+    """Every parameter gets its gradient from a loss of its own; ours releases gradients if given buckets."""
     params = side.params()
     optimizer = side.optimizer(params)
     if side.is_ours and bucket_bytes is not None:

@@ -38,15 +38,15 @@ class Result(NamedTuple):
 
 
 def check(
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; all that are here")] = None,
-    engine: Annotated[str | None, typer.Option(help="torch, cpu or triton; all that are here")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default all on this machine")] = None,
+    engine: Annotated[str | None, typer.Option(help="torch, cpu or triton; by default all")] = None,
     optimizer: Annotated[
         list[str] | None, typer.Option(help="only this one, by its name; may be repeated")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="every combination, not only all pairs")] = False,
     case: Annotated[list[str] | None, typer.Option(help="only this combination, as a report names it")] = None,
     path: Annotated[Path | None, typer.Option("--json", help="file for the results")] = None,
-    jobs: Annotated[int | None, typer.Option(help="processes; as many as there are cores, 8 at most")] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes; by default one for each core, 8 at most")] = None,
 ) -> None:
     """Compare steps of every optimizer, dtype, engine and feature with float64 references."""
     console = Console(width=None if sys.stdout.isatty() else 132)
@@ -114,13 +114,13 @@ def _chosen(device: str | None, engine: str | None, names: list[str] | None, ful
 
 
 def run(cases: Sequence[Case], jobs: int | None = None) -> Iterator[Result]:
-    """The results, in the order of the cases, from several processes if there is work for them."""
+    """The results, in the order of the cases, from several processes if there is enough work."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = min(jobs or min(cores, 8), 1 + len(cases) // 20)
     if jobs == 1:
         yield from map(judged, cases)
         return
-    # what was begun elsewhere, such as a GPU, is not to be shared
+    # spawned: what this process has started, such as CUDA, cannot be used in a fork
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context, _begin) as pool:
         yield from pool.map(judged, cases, chunksize=4)
@@ -155,7 +155,7 @@ def _plain(result: Result) -> dict[str, Any]:
 
 
 def _cell(results: Sequence[Result]) -> Text:
-    """How many are right, or wrong."""
+    """How many results are wrong, or else right."""
     if not results:
         return Text("")
     wrong = sum(bool(result.problems) for result in results)

@@ -1,8 +1,8 @@
 """`fusedstep bench --only cold`: seconds until the second step is taken, in a new process with empty caches.
 
-Counted is everything from before `import fusedstep` to after the second step. Not counted, and told beside it,
-are `import torch`, the modules that torch's own optimizers import when the first is constructed
-(torch._dynamo), and the CUDA context.
+Everything from before `import fusedstep` to after the second step counts. `import torch`, the modules that
+torch's own optimizers import when the first is constructed (torch._dynamo), and the CUDA context do not count,
+and are shown beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-# what a step is made of in each process, in seconds
+# what counts in each process, in seconds; then what does not
 PARTS = ("import fusedstep", "constructor", "first step", "second step")
 BESIDE = ("import torch", "torch's own constructor", "context")
 _MOST_PROCESSES = 5
@@ -56,7 +56,7 @@ print(json.dumps({"seconds": seconds, "imported before": before}))
 
 
 class Start(NamedTuple):
-    """A start of a process: with which options, with caches that another has filled or not, and its limit."""
+    """A start of a process: its options, whether another process has filled its caches, and its target."""
 
     name: str
     options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Which combinations `fusedstep check` runs: all that make sense, or so few that every pair is among them."""
+"""The combinations that `fusedstep check` runs: all that make sense, or a few that contain every pair."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype | None]] = 
     "complex64": (torch.complex64, None, None),
 }
 
-# what a step may do besides its update, and what may happen around it; the first of each is nothing special
+# what a step may do besides its update, and what may happen around it; the first level is nothing special
 FEATURES: dict[str, tuple[str, ...]] = {
     "storage": ("plain", "int8", "split", "split8", "master", "stochastic"),
     "clip": ("no", "norm", "largest"),
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 def places(device: str | None = None, engine: str | None = None) -> list[Place]:
-    """Where steps can be taken here."""
+    """Engines and devices that can take steps on this machine."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return [
         Place(name, where)
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     @staticmethod
     def of(text: str) -> Case:
-        """The combination of which this is the text."""
+        """The combination that this text names."""
         who, dtype, where, *told = text.split()
         subjects = {str(subject): subject for subject in SUBJECTS}
         given = dict(part.split("=", 1) for part in told)
@@ -98,7 +98,7 @@ class Case(NamedTuple):
 
 
 def _goes_together(values: dict[str, Any]) -> bool:
-    """Whether nothing in these, of which some may be missing, is refused or cannot be."""
+    """Whether these values, of which some may be missing, can be combined."""
     get = lambda name: values.get(name, FEATURES[name][0])
     subject, dtype, storage, clip, skip = (
         values.get("subject"),
@@ -129,8 +129,8 @@ def _goes_together(values: dict[str, Any]) -> bool:
         return False
     if complex_ and (clip == "largest" or skip == "torch"):
         return False
-    # torch's scaler refuses to unscale it, and gradients of another dtype than their parameter's; on a GPU also
-    # those of bfloat16, with older versions
+    # torch's scaler refuses to unscale float16, and gradients of another dtype than their parameter's; older
+    # versions also refuse bfloat16 on a GPU
     place = values.get("place")
     on_gpu = place is not None and place.device != "cpu"
     return not (
@@ -139,7 +139,7 @@ def _goes_together(values: dict[str, Any]) -> bool:
 
 
 def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: str, skip: str) -> bool:
-    """Whether this optimizer is made for that."""
+    """Whether this optimizer takes these values."""
     is_operator = not subject.takes("state_dtype")
     takes = ("float64",) if subject.name == "plain numbers" else ("float32", "bfloat16", "float16")
     if is_operator and (dtype not in (None, *takes) or skip != "no"):
@@ -148,14 +148,14 @@ def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: 
         return False
     place = values.get("place")
     if subject.name == "plain numbers":
-        # computed by no engine
+        # no engine computes it
         return place is None or place.engine == "torch"
     if is_operator and not subject.takes("engine") and place is not None:
-        # they choose by themselves
+        # these operators choose the engine themselves
         return place.engine == {"cpu": "cpu", "cuda": "triton"}[place.device]
     if subject.name.startswith("ScheduleFree") and storage not in ("plain", "stochastic"):
         return False
-    # a difference of numbers that sixteen bits hold alike may be below 0
+    # the mean square minus the square of the mean may be rounded to below 0
     is_coarse = storage in ("int8", "stochastic") or dtype in ("bfloat16", "float16", "float32/bfloat16")
     if is_coarse and subject.options.get("centered"):
         return False
@@ -182,20 +182,20 @@ def every(where: Sequence[Place], subjects: Sequence[Subject]) -> Iterator[Case]
 
 
 def pairs(where: Sequence[Place], subjects: Sequence[Subject]) -> list[Case]:
-    """Few combinations, with every two values of different factors together in one of them.
+    """A few combinations that together contain every pair of values of different factors.
 
-    A pair that is in none yet begins the next combination; every other factor then gets the value that brings
-    most new pairs with those that are there.
+    Each combination starts from a pair that is in none yet; every other factor then gets the value that forms
+    most new pairs with the values chosen so far.
     """
     factors = _factors(where, subjects)
     names = [*factors]
     wanted: dict[tuple, None] = {}
     for a, b in itertools.combinations(names, 2):
         for x, y in itertools.product(factors[a], factors[b]):
-            # some optimizer must be made for both
+            # some optimizer must take both
             if any(_goes_together({"subject": subject, a: x, b: y}) for subject in subjects):
                 wanted[_key(a, x, b, y)] = None
-    # among equals chance decides, always alike
+    # ties are broken at random, from a fixed seed
     found, chance = [], random.Random(0)
     while wanted:
         a, x, b, y = _meant(next(iter(wanted)), factors)

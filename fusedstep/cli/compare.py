@@ -1,7 +1,7 @@
 """`fusedstep bench --compare`: what changed since another result, and whether it is more than noise.
 
-A row is slower if its time grew by more than noise, and grew so beside its peers, too: a machine that has
-become slower makes both slower. Noise is what samples of both runs are apart, and never below a floor.
+A row is slower if its time grew by more than noise, by itself and relative to its peers: a machine that has
+become slower slows down both. Noise is how far samples of both runs are apart, and never below a floor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rich.table import Table
 
 from .works import text_of
 
-# results before quartiles were kept, and samples that happen to agree: medians of two runs differ by this much
+# for results without quartiles, and samples that happen to agree: medians of two runs differ by this much
 _FLOOR = {"device": 0.03, "host": 0.25, "wall": 0.15, "total": 0.15}
-# of memory, which does not vary, a rounding
+# memory does not vary: only rounding
 _OF_MEMORY = 0.01
 
 
 class Time(NamedTuple):
-    """A median, and how far quartiles are from it, as a part of it."""
+    """A median, and how far quartiles are from it, as a fraction of it."""
 
     median: float
     noise: float
@@ -37,7 +37,7 @@ class Change(NamedTuple):
     kind: str
     before: float
     now: float
-    # now / before of the peers that both results have, in the middle
+    # the median of now / before over the peers that both results have
     peers: float | None
     noise: float
 
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def joined(paths: Sequence[Path]) -> dict[str, Any]:
-    """Results of parts as one; all must be of one machine and one commit."""
+    """Partial results as one; all must be from one machine and one commit."""
     first, *others = map(read, paths)
     for path, other in zip(paths[1:], others, strict=True):
         differ = [name for name in ("device", "torch", "commit") if other.get(name) != first.get(name)]
@@ -77,14 +77,14 @@ def joined(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """What a row is of: work, a loop, or a start."""
+    """The name of a row: of its work, its loop, or its start."""
     if "model" in row:
         return f"{row['model']} {row['optimizer']}({text_of(row['options'])}) {row['dtype']}"
     return str(row.get("loop") or row.get("start") or "")
 
 
 def _times(found: dict[str, Any]) -> dict[str, Time]:
-    """All times of one side, by what they are of."""
+    """All times of one side, by kind."""
     if "median" in found:  # of a loop
         return {"host": _time("host", found["median"], found["low"], found["high"])}
     if "total" in found:  # of a start
@@ -99,7 +99,7 @@ def _times(found: dict[str, Any]) -> dict[str, Time]:
 
 
 def _time(kind: str, median: float, low: float, high: float) -> Time:
-    # clocks of a GPU tick about once in a microsecond
+    # the clock of a GPU ticks about once a microsecond
     tick = 5e-4 if kind == "device" else 0.0
     return Time(median, max(_FLOOR[kind] / 2, (high - low) / 2 / median, tick / median))
 
@@ -111,12 +111,12 @@ def _sides(row: dict[str, Any]) -> tuple[dict[str, Time], dict[str, dict[str, Ti
 
 
 def _today(name: str, row: dict[str, Any]) -> str:
-    """Before there were several of torch's, the fastest was called by its class."""
+    """The name that a peer has today: earlier results name the fastest of torch's by its class."""
     return "torch" if name.startswith(("torch.optim", "torch fused")) else name
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
-    """Of every row that both results have, and of which both have times."""
+    """The changes of every row for which both results have times."""
     old = {name_of(row): row for row in before["results"] if _is_timed(row)}
     for row in filter(_is_timed, now["results"]):
         if name_of(row) not in old:
@@ -125,7 +125,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
         on_cpu = "threads" in now
         for kind in [kind for kind in ours if kind in its]:
             if on_cpu and kind in ("host", "wall") and "device" in ours:
-                continue  # all the same there
+                continue  # a CPU has one time for all kinds
             common = peers.keys() & its_peers.keys()
             pairs = [(peers[p][kind], its_peers[p][kind]) for p in common if kind in its_peers[p]]
             drift = statistics.median(a.median / b.median for a, b in pairs) if pairs else None

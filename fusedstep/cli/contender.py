@@ -1,4 +1,4 @@
-"""One side of a row: a step, ours or a peer's, over parameters that all of them share."""
+"""One side of a row: a step, ours or a peer's, over parameters that all sides share."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ LR = 1e-3
 
 
 class Made(NamedTuple):
-    """What was made, and a step of it."""
+    """What was constructed, and its step."""
 
     holder: Any
     step: Step
 
 
 class Contender(NamedTuple):
-    """A step that is ready to be timed, what it allocated, and what is to be said of it."""
+    """A step that is ready to be timed, what it allocated, and a note."""
 
     name: str
     step: Step
-    # on a GPU the most that making it and two steps took, on a CPU what the states take
+    # on a GPU the peak of constructing it and two steps, on a CPU what its states take
     memory: int | None
     note: str = ""
 
 
 def known(cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Of these options those that a class has: the others are about what happens around it."""
+    """The options that a class has: the others are about what happens around a step."""
     taken = inspect.signature(cls).parameters
     return {name: value for name, value in options.items() if name in taken}
 
@@ -78,7 +78,7 @@ def of_peer(peer: Peer, work: Work, params: list[Any]) -> Made | None:
 
 
 def plain(work: Work) -> Work:
-    """What a class of ours is timed beside when it is its own peer: without what goes along, or distributed."""
+    """The work of our class as its own peer: without options or, if they shard it, only without sharding."""
     options = dict(work.options)
     kept = options if options.pop("sharded", False) else {}
     return work._replace(optimizer=work.optimizer.replace("functional.adamw_", "AdamW"), options=kept)
@@ -94,7 +94,7 @@ def stored(work: Work, params: list[Any]) -> Stored:
 
 
 def limit_of(work: Work) -> float | None:
-    """Of the norm of gradients; some classes have one if nothing is said."""
+    """The limit of the norm of gradients; some classes have one by default."""
     if "max_grad_norm" in work.options or work.optimizer == "functional.adamw_":
         return work.options.get("max_grad_norm")
     return inspect.signature(getattr(fusedstep, work.optimizer)).parameters["max_grad_norm"].default
@@ -109,9 +109,9 @@ def _clipped(step: Step, params: list[Any], limit: float) -> Step:
 
 
 def _around(optimizer: Any, step: Step, params: list[Any], work: Work) -> Step:
-    """What a row has besides the step: scales, or gradients that come and go."""
+    """The step, with what its row has around it: scales, or gradients that come and go."""
     if "grad_scale" in work.options:
-        # handed over as torch's scaler does around its call
+        # set as torch's scaler sets them around its call
         numbers = work.options["grad_scale"], 0.0
         optimizer.grad_scale, optimizer.found_inf = (
             torch.tensor(number, device=params[0].device) for number in numbers
@@ -131,7 +131,7 @@ def _around(optimizer: Any, step: Step, params: list[Any], work: Work) -> Step:
 
 
 def _whole(optimizer: Any, params: list[Any], limit: float) -> Prepared:
-    """All that comes between a backward and the next: with ours in one step, else in one call after another."""
+    """Everything between a backward and the next: one step with ours, several calls with others."""
     is_ours = isinstance(optimizer, fusedstep.Optimizer)
     device, grads = params[0].device, [p.grad for p in params]
     scaler = (fusedstep.GradScaler if is_ours else torch.amp.GradScaler)(device.type, init_scale=1024.0)
@@ -155,7 +155,7 @@ def _whole(optimizer: Any, params: list[Any], limit: float) -> Prepared:
 
 
 def started(name: str, make: Callable[[], Made | None], device: str, note: str = "") -> Contender | None:
-    """Made, compiled and allocated before any clock starts: two steps."""
+    """A contender after two steps: everything is compiled and allocated before any clock starts."""
     gc.collect()
     before = 0
     if device == "cuda":
@@ -186,7 +186,7 @@ def held(holder: Any) -> int | None:
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Also those that others are made of, as 8-bit ones of their codes and scales."""
+    """All tensors in these values, and those that a wrapper is made of, such as codes and scales."""
     found = []
     for value in values:
         if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):

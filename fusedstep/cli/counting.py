@@ -1,15 +1,15 @@
-"""What a model takes with an optimizer: predicted from how all is stored, and measured."""
+"""The memory that a model takes with an optimizer: predicted from how all is stored, and measured."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import typer
 from torch import Tensor, nn
 from torch.optim.optimizer import _get_scalar_dtype
 
@@ -17,7 +17,8 @@ import fusedstep
 from fusedstep._algorithm.formats import BLOCK, Plane
 from fusedstep._algorithm.program import ONLY_UPDATE, Program, slot_names
 from fusedstep._memory.layout import dense_strides, lies_like, row_strides
-from fusedstep._memory.row import Update, program_of
+from fusedstep._memory.needs import program_of
+from fusedstep._memory.settings import Update
 from fusedstep._memory.shards import local
 from fusedstep._memory.stage_slots import stage_formats
 from fusedstep._memory.storage import (
@@ -29,7 +30,7 @@ from fusedstep._memory.storage import (
     why_not_int8,
 )
 
-from .factory import factory
+from .factory import made
 from .shapes import MODELS
 
 # parameters without memory, and their names
@@ -39,7 +40,7 @@ STATE_DTYPES = (None, "float32", "bfloat16", "int8")
 
 
 class Setting(NamedTuple):
-    """How states and masters are to be stored: the arguments that rows of the table differ in."""
+    """How states and masters are stored: the arguments that rows of the table differ in."""
 
     state_dtype: str | None = None
     master: str | None = None
@@ -50,9 +51,9 @@ class Setting(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """What is there between two steps; `stand_ins` for tensors that do not lie as a step needs them, and the
-    workspace of stages. With offload master and states are on the host, and copies of all that is stepped.
-    Released gradients are not there, but some of them wait while backward goes on.
+    """What is kept between two steps; and what a step adds: `stand_ins` for tensors in a layout that it cannot
+    use, and the workspace of stages. With offload, master and states are on the host, with copies of everything
+    that is stepped. Released gradients are not kept, but some are `waiting` during backward.
     """
 
     parameter: int
@@ -71,18 +72,18 @@ class Bytes(NamedTuple):
 
     @property
     def on_host(self) -> int:
-        """Of another device's parameters."""
+        """On the host, for parameters of another device."""
         return self.host_copies + self.master + self.states if self.host_copies else 0
 
     @property
     def during_a_step(self) -> int:
-        """What is there besides."""
+        """What a step adds."""
         return self.stand_ins + self.workspace + self.waiting
 
 
 class Measured(NamedTuple):
-    """After two steps, and the most there was while they were taken, where the device tells; with offload also
-    what is pinned on the host.
+    """Bytes after two steps, and at their peak, if the device reports it; with offload, also those pinned on
+    the host.
     """
 
     at_rest: int
@@ -101,58 +102,45 @@ class Kept(NamedTuple):
 # models
 
 
-def parameters_of(model: str, dtype: torch.dtype) -> Named:
-    """The parameters of a model that is known by its shapes, or that a function makes, in this dtype."""
+def parameters_of(model: str, dtype: torch.dtype | None = None) -> Named:
+    """The parameters of a model that is known by its shapes, or that a function makes.
+
+    In this dtype; None leaves a function's model as it is, and makes the others bfloat16.
+    """
     if model in MODELS:
-        return [
-            (str(shape), _without_memory(torch.empty(shape, device="meta"), dtype)) for shape in MODELS[model]
-        ]
-    made = _made_by(factory(model))
-    if not isinstance(made, nn.Module):
-        message = f"{model} returned {type(made).__name__}; name a function that returns a torch.nn.Module"
-        raise typer.BadParameter(message, param_hint="--model")
-    found = [(name, _without_memory(p, dtype)) for name, p in made.named_parameters()]
-    if not found:
-        raise typer.BadParameter(f"{model} has no parameters", param_hint="--model")
-    return found
+        each = ((str(shape), torch.empty(shape, device="meta")) for shape in MODELS[model])
+        return [(name, _without_memory(p, dtype or torch.bfloat16)) for name, p in each]
+    return [(name, _without_memory(p, dtype)) for name, p in made(model, True).named_parameters()]
 
 
-def _without_memory(p: Tensor, dtype: torch.dtype) -> nn.Parameter:
+def _without_memory(p: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
     trains = p.requires_grad or not isinstance(p, nn.Parameter)
-    kept = p.detach().to("meta", dtype if p.is_floating_point() else p.dtype)
+    kept = p.detach().to("meta", dtype if dtype and p.is_floating_point() else p.dtype)
     return nn.Parameter(kept, requires_grad=trains)
-
-
-def _made_by(factory: Callable[[], Any]) -> Any:
-    """A model without memory, if its function can make one."""
-    try:
-        with torch.device("meta"):
-            return factory()
-    except Exception:  # it looks at numbers, or asks for a device: every way has its own error
-        return factory()
 
 
 # predictions: nothing is allocated
 
 
-def settings_for(make: Callable[..., Any], dtype: torch.dtype) -> list[Setting]:
-    """All that store a large parameter of this dtype differently; of those that do not, the first."""
-    p = nn.Parameter(torch.empty(BLOCK, BLOCK, dtype=dtype, device="meta"))
-    found: dict[tuple[Plane, ...], Setting] = {}
+def settings_for(make: Callable[..., Any], *dtypes: torch.dtype) -> list[Setting]:
+    """All settings that store large parameters of these dtypes differently; of equal ones, the first."""
+    params = [nn.Parameter(torch.empty(BLOCK, BLOCK, dtype=dtype, device="meta")) for dtype in dtypes]
+    found: dict[tuple[tuple[Plane, ...], ...], Setting] = {}
     for setting in itertools.starmap(Setting, itertools.product(STATE_DTYPES, (None, *MASTERS))):
-        # in a group it holds whatever the size
-        optimizer = make([{"params": [p], **setting._asdict()}])
+        # the setting of a group holds whatever the size
+        optimizer = make([{"params": params, **setting._asdict()}])
+        update = optimizer.update_of(optimizer.param_groups[0])
         try:
-            program, _ = stored(p, optimizer.update_of(optimizer.param_groups[0]), "")
+            planes = tuple(stored(p, update, "")[0].planes for p in params)
         except RuntimeError:
             # a master that parameters of this dtype cannot have
             continue
-        found.setdefault(program.planes, setting)
+        found.setdefault(planes, setting)
     return [*found.values()]
 
 
 def groups_of(make: Callable[..., Any], named: Named) -> list[Any]:
-    """Parameters as an optimizer takes them: of Muon's, AdamW steps what is no matrix."""
+    """Parameters as an optimizer takes them; for Muon in groups: AdamW steps those that are no matrices."""
     params = [p for _, p in named]
     if getattr(make, "func", make) is not fusedstep.Muon:
         return params
@@ -175,36 +163,46 @@ def stored(p: Tensor, update: Update, owner: str) -> tuple[Program, int]:
 
 
 def predicted(optimizer: Any, bucket_bytes: int | None = None) -> Bytes:
-    """What the parameters of an optimizer will take, with their gradients and all that it keeps for them.
+    """Bytes that the parameters of an optimizer will take, with their gradients and all that it keeps for them.
 
-    Of gradients that are released in buckets, the most at once is almost a bucket, and then a large one.
+    Gradients that are released in buckets take at most almost a bucket, and then one large gradient.
     """
     owner = type(optimizer).__name__
     pairs = [(p, optimizer.update_of(group)) for group in optimizer.param_groups for p in group["params"]]
     each = [of_tensor(p, update, owner) for p, update in pairs]
     found = Bytes(*map(sum, zip(*each, strict=True)))
     if optimizer.offload is not None:
-        # what lies otherwise is laid out on its way to the host: one after the other
+        # tensors in another layout are rearranged on their way to the host, one after the other
         turned = max((max(one.parameter, one.gradient) for one in each if one.stand_ins), default=0)
         copies = found.gradient + sum(one.parameter for one in each if one.gradient)
         found = found._replace(stand_ins=turned, host_copies=copies)
     if bucket_bytes is not None:
         most = bucket_bytes + max(one.gradient for one in each)
         found = found._replace(gradient=0, waiting=min(found.gradient, most))
-    # what it does not hold takes turns
-    return found._replace(workspace=min(found.workspace, optimizer.workspace_bytes))
+    # tensors that do not fit into it take turns
+    most = found.workspace + _allocated_by_stages(pairs, owner)
+    return found._replace(workspace=min(most, optimizer.workspace_bytes))
+
+
+def _allocated_by_stages(pairs: list[tuple[Tensor, Update]], owner: str) -> int:
+    """What stages allocate while they run, for the tensors of one shape after the other."""
+    found: Counter[Any] = Counter()
+    for p, update in pairs:
+        stages = stored(p, update, owner)[0].stages if p.requires_grad else ()
+        for staged in stages:
+            found[staged.stage, p.shape] += staged.stage.allocates((*p.shape,))
+    return max(found.values(), default=0)
 
 
 def of_tensor(p: Tensor, update: Update, owner: str) -> Bytes:
-    """Of one parameter; a frozen one has neither gradient nor states."""
+    """Bytes of one parameter; a frozen one has neither gradient nor states."""
     if not p.requires_grad:
         return Bytes(local(p).numel() * p.itemsize)
     program, masters = stored(p, update, owner)
     param, grad, *others = (_size(plane, p) for plane in (*program.planes[:2], *program.state_planes))
-    # as much again for what a stage computes, or more: as much as it may
-    workspace = 2 * sum(_size(program.planes[staged.source], p) for staged in program.stages)
+    workspace = sum(_size(program.planes[staged.source], p) for staged in program.stages)
     count = _get_scalar_dtype().itemsize if program.saves_step else 0
-    # as the rows of a plan want it
+    # the layout that rows of a plan need
     strides = row_strides(p) if program.is_row_major or program.stages else dense_strides(p)
     stand_ins = 0 if lies_like(p, strides) else param + grad
     return Bytes(param, grad, sum(others[:masters]), sum(others[masters:]) + count, stand_ins, workspace)
@@ -216,7 +214,7 @@ def _size(plane: Plane, p: Tensor) -> int:
 
 
 def kept_in_float32(named: Named, make: Callable[..., Any]) -> list[Kept]:
-    """By reason, with the names of all."""
+    """Tensors whose states stay in float32, by reason."""
     optimizer = make(groups_of(make, named), state_dtype="int8")
     update = optimizer.update_of(optimizer.param_groups[0])
     found: dict[str, list[tuple[str, int]]] = {}
@@ -233,7 +231,7 @@ def kept_in_float32(named: Named, make: Callable[..., Any]) -> list[Kept]:
 def measured(
     named: Named, make: Callable[..., Any], setting: Setting, device: str, bucket_bytes: int | None = None
 ) -> Measured:
-    """Two steps, with gradients that are zero: of these nothing is computed that takes memory."""
+    """Bytes of two steps, with zeros as gradients, because computing these takes no memory."""
     on_gpu = device == "cuda"
     gc.collect()
     before = torch.cuda.memory_allocated() if on_gpu else 0
@@ -270,7 +268,7 @@ def _backward(params: list[nn.Parameter]) -> None:
 
 
 def deviation(expected: Bytes, found: Measured) -> float:
-    """Of the most that was measured."""
+    """The relative error of a prediction, of the peak if that was measured."""
     if found.peak is None:
         return found.at_rest / expected.at_rest - 1
     return found.peak / (expected.at_rest + expected.during_a_step) - 1

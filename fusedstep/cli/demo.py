@@ -40,7 +40,7 @@ LAST = 10
 
 
 class Block(nn.Module):
-    """Attention to the characters so far, then a layer of neurons, each added to what came in."""
+    """Attention to earlier characters, then a multilayer perceptron, each added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def sonnets() -> tuple[Tensor, int]:
 
 
 def random_batches(text: Tensor, steps: int) -> Tensor:
-    """One for every step, drawn by torch's generator."""
+    """A batch for every step, drawn by torch's generator."""
     starts = torch.randint(len(text) - CONTEXT, (steps, BATCH, 1))
     return text[starts + torch.arange(CONTEXT + 1)]
 

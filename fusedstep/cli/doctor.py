@@ -1,4 +1,4 @@
-"""`fusedstep doctor`: what is here, which engine serves what and why not another, for bug reports."""
+"""`fusedstep doctor`: this machine, and which engine serves it, or why not, for bug reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BEST = {"cpu": ("cpu", "llvmlite"), "cuda": ("triton", "triton")}
 
 
 def doctor() -> None:
-    """Tell versions, devices, engines, folders, speeds and settings; fails if something essential is broken."""
+    """Print versions, devices, engines, folders, speeds and settings; fail if something essential is broken."""
     broken: list[str] = []
     for title, lines in (
         ("versions", _versions(broken)),
@@ -49,7 +49,7 @@ def doctor() -> None:
 
 
 def shortened(path: str | Path) -> str:
-    """A path without the name of its user."""
+    """A path without the name of its user's home."""
     home, text = str(Path.home()), str(path)
     return f"~{text[len(home) :]}" if home != "/" and text.startswith(home) else text
 
@@ -67,7 +67,7 @@ def _versions(broken: list[str]) -> Iterator[str]:
 
 
 def _version(name: str) -> str | None:
-    # these know more than their metadata: what torch is built for
+    # their own versions say more than their metadata: what torch is built for
     if name in ("fusedstep", "torch"):
         return str(sys.modules[name].__version__)
     try:
@@ -80,7 +80,7 @@ def _driver() -> str:
     try:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].partition("Module")[2].split()[0]
     except (OSError, IndexError):
-        return "not to be seen"
+        return "not found"
 
 
 def _devices(broken: list[str]) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _devices(broken: list[str]) -> Iterator[str]:
     yield f"cpu: {name}, copies {bandwidth / 1e6:.0f} GB/s"
     if not torch.cuda.is_available():
         yield "cuda: torch sees no GPU"
-        if _driver() != "not to be seen" and not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):
+        if _driver() != "not found" and not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):
             yield "cuda: CUDA_VISIBLE_DEVICES hides all"
         return
     for i in range(torch.cuda.device_count()):
@@ -106,7 +106,7 @@ def _devices(broken: list[str]) -> Iterator[str]:
 
 
 def _elements(free: int) -> int:
-    """How many float32 to copy: many, where two of them have room."""
+    """How many float32 to copy: many, if source and target have room."""
     return min(1 << 28, max(1 << 20, free // 32))
 
 
@@ -116,9 +116,9 @@ def _served(broken: list[str]) -> Iterator[str]:
         able = [name for name, reason in reasons.items() if reason is None]
         best, package = _BEST[device]
         if not able:
-            broken.append(f"no engine takes tensors on {device}: {reasons['torch']}; install torch anew")
+            broken.append(f"no engine takes tensors on {device}: {reasons['torch']}; reinstall torch")
         elif best not in able and _version(package) is not None:
-            broken.append(f"{best} does not run on {device}: {reasons[best]}; install {package} anew")
+            broken.append(f"{best} does not run on {device}: {reasons[best]}; reinstall {package}")
         elif best not in able:
             yield f"{device}: plain tensor operations, slower; pip install {package} for the {best} engine"
         yield f"{device}: {best if best in able else able[0] if able else 'none'} serves it"
@@ -127,17 +127,18 @@ def _served(broken: list[str]) -> Iterator[str]:
 
 
 def _threads() -> Iterator[str]:
-    yield f"torch uses {torch.get_num_threads()}, for operators {torch.get_num_interop_threads()}"
+    within, between = torch.get_num_threads(), torch.get_num_interop_threads()
+    yield f"torch uses {within} within an operator, {between} between operators"
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     limit = _quota()
-    told = f", and {limit:g} of their time by its container" if limit is not None else ""
-    yield f"of {os.cpu_count()} cores this process may use {here}{told}"
+    told = f"; its container limits it to the time of {limit:g}" if limit is not None else ""
+    yield f"this process may use {here} of {os.cpu_count()} cores{told}"
     if limit is not None and torch.get_num_threads() > max(1, round(limit)):
         yield f"more threads than that wait for each other: try OMP_NUM_THREADS={max(1, int(limit))}"
 
 
 def _quota() -> float | None:
-    """How many cores' time the control group of this process gives it, if it says."""
+    """The number of cores whose time the control group of this process gives it, if it says."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -16,10 +16,10 @@ EMA_DECAY = 0.7
 
 
 class Side:
-    """Parameters, states and averages after all steps of a problem, as a reference has them.
+    """Parameters, states and averages after all steps of a problem, as a reference computes them.
 
-    In `dtype` throughout; or in float64, with what is stored rounded to `stored` (parameters) and
-    `stored_state` after every step: the least that anybody loses who stores them so.
+    In `dtype` throughout; or in float64, with parameters rounded to `stored` and states to `stored_state` after
+    every step: nobody who stores them so can lose less.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Side:
         self.averages = [p.detach().clone() for p in self.params]
         self.path = [torch.zeros_like(p) for p in self.params]
         cls, clipping = subject.reference, problem.clipping
-        # torch's do not clip
+        # torch's optimizers do not clip
         self.factors: list[float] = []
         self.clips, self.norm_type = not issubclass(cls, Reference), clipping.get("norm_type", 2.0)
         groups = problem.groups(self.params, subject.options)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ class Side:
         self.shown = self._shown()
 
     def _shown(self) -> list[Tensor] | None:
-        """What eval() shows of an optimizer that has it."""
+        """The parameters that eval() shows, if the optimizer has it."""
         if not hasattr(self.optimizer, "eval"):
             return None
         kept = [p.detach().clone() for p in self.params]
@@ -102,7 +102,7 @@ def _with_8_more_bits(p: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Numbers that are kept once for a tensor have torch's default dtype: float64 where all else has."""
+    """Scalars that are kept once for a tensor have torch's default dtype: float64 where everything else is."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     try:

@@ -1,4 +1,4 @@
-"""`fusedstep bench --only host`: what a step takes the host in the loops of `loops.py`, ours and torch's."""
+"""`fusedstep bench --only host`: the host time of a step in the loops of `loops.py`, ours and torch's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .side import Side
 
 # how often both take turns: a host has slow and fast seconds, which both must see
 _TURNS = 6
-# the first of a turn find the caches as the other has left them, and are not counted
+# the first steps of a turn find the caches of the other side, and are not counted
 _WARM_UP = 2
 # seconds after which a turn ends, even if it has not taken all its samples
 _LONGEST_TURN = 0.2
 # steps before the clock starts, after which both must have the same parameters
 _CHECKED = 5
-# of a CPU: torch's fused step hands each tensor to all threads, which takes 1.4 ms with one, 1.9 ms with two,
-# and up to seconds where others use the cores
+# on a CPU: torch's fused step hands each tensor to all threads, which takes 1.4 ms with one, 1.9 ms with two,
+# and up to seconds if other processes use the cores
 _THREADS = 1
 
 
@@ -64,7 +64,7 @@ class Runner:
         return time.perf_counter() - begin
 
     def samples(self) -> Iterator[float]:
-        """Of every step; of runs that end the mean, as their steps are not alike."""
+        """Seconds of every step; of runs that end the mean, because their steps differ."""
         if not self.loop.ends:
             while True:
                 yield self.step() or 0.0
@@ -74,13 +74,13 @@ class Runner:
             yield sum(filter(None, run)) / len(run)
 
     def turn(self, samples: int) -> list[float]:
-        """As many samples, or as there is time for."""
+        """This many samples, or as many as there is time for."""
         until, found = time.perf_counter() + _LONGEST_TURN, []
         warm_up = 0 if self.loop.ends else _WARM_UP
         for seconds in self.samples():
             found.append(seconds)
             if len(found) == warm_up + samples or time.perf_counter() > until:
-                # where steps are so long, caches do not matter
+                # if steps are so long, caches do not matter
                 return found[warm_up:] or found[-1:]
         return found
 
@@ -96,7 +96,7 @@ def made_by(call: Call, loop: Loop, device: str) -> Side | None:
 
 
 def measure(loop: Loop, device: str, rounds: int) -> dict[str, Any]:
-    """Both sides in turns, about as many samples of each as six times `rounds`."""
+    """Both sides in turns, with about six times `rounds` samples of each."""
     threads = torch.get_num_threads()
     if not loop.waits:
         torch.set_num_threads(_THREADS)
@@ -117,7 +117,7 @@ def _measure(loop: Loop, device: str, rounds: int) -> dict[str, Any]:
         try:
             _warm_up(runners[1])
         except RuntimeError as error:
-            # torch's fused ones do not take every layout
+            # torch's fused optimizers do not take every layout
             runners, note = runners[:1], f"refused: {str(error).splitlines()[0]}"
         else:
             _check(loop, ours.made, peer.made)
@@ -129,7 +129,7 @@ def _measure(loop: Loop, device: str, rounds: int) -> dict[str, Any]:
 
 
 def _warm_up(runner: Runner) -> None:
-    """A few steps, compiled and allocated before the clock starts, or one run."""
+    """A few steps, or one run: everything is compiled and allocated before the clock starts."""
     for _ in range(1 if runner.loop.ends else _CHECKED):
         next(runner.samples())
 
@@ -170,7 +170,7 @@ def run(part: str, device: str, rounds: int, progress: Callable[[Sequence[Loop]]
     results = []
     for loop in progress(named(part, device)):
         results.append(measure(loop, device, rounds))
-        # of the next loop's time: what this one has left
+        # garbage of this loop must not cost time in the next
         gc.collect()
     return results
 

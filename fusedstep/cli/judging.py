@@ -1,8 +1,8 @@
 """How numbers are judged: |ours - f64| <= 2 |theirs - f64| + tiny, over all parameters, and over each state.
 
-Theirs is torch.optim's in the same dtype, where torch has the optimizer and computes in float32; else the
-reference itself, computed in float64 and rounded to what is stored after every step. `tiny` is a few roundings
-of what is stored, so that the others being right by luck is no failure, and of what all steps together moved.
+Theirs is torch.optim's result in the same dtype, if torch has the optimizer and computes in float32; else the
+reference's, computed in float64 and rounded to the stored dtypes after every step. `tiny` is a few roundings of
+stored numbers and of the path of all steps, so that it is no failure if theirs is right by luck.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .ours import Ours
 from .problem import STEPS, Problem, real
 from .references import Reference
 
-# roundings of what is stored, by its bytes: sixteen bits are rounded at every step, and no norm is exact
+# roundings of stored numbers, by their bytes: sixteen bits are rounded at every step, and no norm is exact
 _STORED = {2: 8, 4: 4, 8: 32}
-# roundings of an update, in the dtype that it is computed in, and in that of its states: in float64 these are
-# so small that nothing is lost where sums grow from step to step
+# roundings of an update, in the dtype that it is computed in, and in that of its states. In float64, roundings
+# are so small that many may be allowed, for sums that grow from step to step
 _COMPUTED, _OF_STATES = {torch.float32: 64, torch.float64: 2048}, 2
-# what products of matrices in sixteen bits may cost, of the way that parameters went
+# what products of matrices in sixteen bits may cost, as a fraction of the path of parameters
 _PRODUCTS = 0.01
-# what 8 bits of states may cost, of the way that parameters went
+# what 8 bits of states may cost, as a fraction of the path of parameters
 _INT8 = 0.2
 
 
@@ -39,12 +39,12 @@ class Both(NamedTuple):
 
 
 _known: dict[tuple, Both] = {}
-# what a reference knows of
+# features that a reference depends on
 _SEEN = ("storage", "clip", "groups", "grads", "rate", "steps", "statistics", "ema")
 
 
 def both_of(problem: Problem) -> Both:
-    """References, once for all cases that differ in what these do not know of."""
+    """References, computed once for all cases that differ only in other features."""
     case = problem.case
     levels = tuple(case.feature(name) for name in _SEEN)
     key = str(case.subject), case.dtype, case.feature("skip") == "no", *levels
@@ -76,7 +76,7 @@ def eps(dtype: torch.dtype) -> float:
 
 
 def complaints(case: Case) -> list[str]:
-    """What is wrong with a combination, in words and numbers; nothing, if all is right."""
+    """What is wrong with a combination, in words and numbers; empty if all is right."""
     problem = Problem(case)
     both = both_of(problem)
     ours = Ours(problem)
@@ -84,14 +84,14 @@ def complaints(case: Case) -> list[str]:
 
 
 class Judge:
-    """Compares what a case led to with what it should have led to; every sentence is a complaint."""
+    """Compares the results of a case with what they should be; every string is a complaint."""
 
     def __init__(self, problem: Problem, both: Both, ours: Ours) -> None:
         self.case, self.ours, (self.exact, self.theirs) = problem.case, ours, both
         self.storage, self.dtype = self.case.feature("storage"), problem.dtype
         self.computed = torch.promote_types(real_dtype(problem.dtype), torch.float32)
         self.is_wide = self.computed == torch.float64
-        # a rounding may turn a sign: what counts are most elements
+        # rounding may flip a sign: most elements count
         self.most = self.case.subject.jumps and not self.is_wide
         path = float(_flat(self.exact.path).max())
         self.state_dtype = problem.state_dtype or problem.dtype
@@ -110,7 +110,7 @@ class Judge:
             yield from self._statistics()
         if self.exact.shown is not None:
             for _ in range(2):
-                # the second time changes nothing
+                # a second call changes nothing
                 self.ours.optimizer.eval()
             yield self._params("parameters after eval()", self.theirs.shown, self.exact.shown)
             self.ours.optimizer.train()
@@ -136,7 +136,7 @@ class Judge:
             return self._unbiased(what, exact)
         roundings = _STORED[self.dtype.itemsize if not self.dtype.is_complex else 4] * eps(self.dtype)
         if self.storage != "plain":
-            # of masters, and once at the end
+            # masters are rounded at every step, parameters once at the end
             roundings = _STORED[4] * eps(torch.float32) + 0.51 * eps(self.dtype)
         return self._compare(what, self.ours.params, theirs, exact, roundings * largest + self.slack)
 
@@ -150,7 +150,7 @@ class Judge:
 
     def _unbiased(self, what: str, exact: Any) -> str | None:
         exact = _flat(exact)
-        # what is always rounded towards zero shows in this
+        # rounding always towards zero would show in this
         off = (_flat(self.ours.params) - exact) * exact.sign()
         largest, path = float(exact.abs().max()), float(_flat(self.exact.path).max())
         most = float(off.abs().quantile(0.9))
@@ -158,15 +158,13 @@ class Judge:
         if not most <= allowed:
             return f"{what}: off by {most:.3g}, {allowed:.3g} is allowed with stochastic rounding"
         if what != "parameters":
-            # shown, they are rounded to nearest
+            # eval() and train() round to nearest
             return None
         mean, allowed = float(off.mean()), 6 * float(off.std()) / math.sqrt(len(off))
         # where nothing has moved, the reference itself is rounded
         allowed += 1e-3 * eps(self.dtype) * largest
         if abs(mean) > allowed:
-            return (
-                f"{what}: off by {mean:.3g} in the mean, {allowed:.3g} is allowed of what is rounded at random"
-            )
+            return f"{what}: off by {mean:.3g} on average, {allowed:.3g} is allowed with stochastic rounding"
         return None
 
     def _states(self) -> Iterator[str | None]:
@@ -186,20 +184,20 @@ class Judge:
                 size = mine[0].dtype.itemsize // (2 if mine[0].is_complex() else 1)
                 tiny = _STORED[size] * eps(mine[0].dtype) + _COMPUTED[self.computed] * eps(self.computed)
                 tiny *= _largest(right)
-                # some are made of parameters
+                # some states are made of parameters
                 yield self._compare(
                     f"state {name}", mine, others, right, tiny + self.slack * eps(self.computed)
                 )
 
     def _unknown(self, names: set[str]) -> str | None:
-        """States of ours that torch's has not."""
+        """Our states that torch does not have."""
         kept = {name for p in self.ours.params for name in self.ours.optimizer.state.get(p, {})}
         more = kept - names - {"step", "ema", "master", "master_rest"}
-        return f"states {sorted(more)}, which torch has not" if more and self._keeps_all else None
+        return f"states {sorted(more)}, which torch does not have" if more and self._chooses_states else None
 
     @property
-    def _keeps_all(self) -> bool:
-        """Operators are handed all that they might need."""
+    def _chooses_states(self) -> bool:
+        """Operators do not: they are given all states that they might need."""
         return self.case.subject.takes("state_dtype")
 
     def _averages(self) -> str | None:
@@ -219,7 +217,7 @@ class Judge:
             _flat([x[i] for i in live]) for x in (exact.last, exact.params, exact.updates)
         )
         is_coarse = self.storage in ("int8", "stochastic")
-        # what is stored coarsely is updated by something else than in float64
+        # coarsely stored states give other updates than float64
         coarse = eps(self.dtype) + eps(self.state_dtype)
         of_update = 0.5 if is_coarse or self.most else 1e-9 if self.is_wide else 1e-3 + 16 * coarse
         of_update += self.products
@@ -243,11 +241,11 @@ def _flat(tensors: Any) -> Tensor:
 
 
 def _error(numbers: Tensor, exact: Tensor, most: bool = False) -> Tensor:
-    """How far they are apart at most, or most of them; infinities that are the same, not at all."""
+    """The largest difference, or that of most elements; equal infinities do not differ."""
     apart = torch.where(numbers == exact, 0.0, (numbers - exact).abs())
     return apart.quantile(0.9) if most else apart.max()
 
 
 def _largest(tensors: Any) -> float:
-    """Of the numbers that are finite."""
+    """The largest of the finite numbers."""
     return float(_flat(tensors).nan_to_num(0, 0, 0).abs().max())

@@ -21,16 +21,15 @@ class Loop(NamedTuple):
     target: float | None = None
     timed: str = "step()"
     size: int = 400
-    # class and arguments
     ours: Call = ("fusedstep.AdamW", {})
     peer: Call = ("torch.optim.AdamW", {"fused": True})
-    # a run, of which the mean is a sample
+    # whether it is a run, whose mean is one sample
     ends: bool = False
-    # a GPU finishes within the timed part
+    # whether a GPU finishes within the timed part
     waits: bool = False
 
 
-# torch's fused step on a CPU takes a gradient for what it is not where it lies otherwise than its parameter
+# torch's fused step on a CPU misreads a gradient that has another layout than its parameter
 _NOT_FUSED: Call = ("torch.optim.AdamW", {})
 _AND_SCHEDULER = "step(), scheduler.step()"
 _AND_BACKWARD = "backward(), step(), zero_grad()"
@@ -39,7 +38,7 @@ _BUCKET = 400 * 64 * 4 // 20
 
 
 def _plain(name: str, peer: str, body: Callable[[Side], bodies.Body] = bodies.steady) -> Loop:
-    """The engine that works with tensor operations, beside what does that too."""
+    """The engine that works with tensor operations, beside a peer that does so, too."""
     called = f"engine torch, {name}" + (", bert-base" if body is bodies.bert else "")
     ours: Call = (f"fusedstep.{name}", {"engine": "torch"})
     return Loop(called, body, 1, ours=ours, peer=(peer, {}), waits=True)

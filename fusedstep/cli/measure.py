@@ -24,13 +24,13 @@ _PEERS_MAY_BE_OFF = 16
 
 
 class Setup(NamedTuple):
-    """How rows are measured: where, how often, what a copy moves there, and whom to time beside."""
+    """How rows are measured: where, how often, in turn with which copy, and beside which peers."""
 
     device: str
     rounds: int = 20
-    # bytes a millisecond; None leaves the limit out
-    bandwidth: float | None = None
-    # parts of names; nothing is everybody who starts quickly, "all" everybody
+    # None leaves the limit out
+    copy: timing.Copy | None = None
+    # parts of names; empty: all that start quickly; "all": all
     peers: tuple[str, ...] = ()
 
     def wants(self, name: str) -> bool:
@@ -59,19 +59,22 @@ def _measure(work: Work, setup: Setup) -> dict[str, Any]:
         wrong = trial.disagreement(ours)
         if wrong:
             return {**row, "wrong": wrong}
-    # gradients are given back to the next: some steps drop them
+    # kept for the next contender: some steps drop them
     grads = [p.grad for p in params]
     first = started("ours", functools.partial(ours, work, params), setup.device)
     assert first is not None
     others, left_out = _others(work, params, setup, trial, grads)
-    times = (timing.on_cpu if setup.device == "cpu" else timing.on_gpu)(
-        [c.step for c in (first, *others)], setup.rounds
-    )
-    found = [_told(c, t) for c, t in zip((first, *others), times, strict=True)]
+    steps: list[timing.Step] = [c.step for c in (first, *others)]
+    if setup.copy is not None:
+        # memory may change its speed from minute to minute, which the limit must see as the steps do
+        steps.append(setup.copy)
+    times = (timing.on_cpu if setup.device == "cpu" else timing.on_gpu)(steps, setup.rounds)
+    found = [_told(c, t) for c, t in zip((first, *others), times, strict=False)]
     row = {**row, "ours": found[0], "peers": dict(zip([c.name for c in others], found[1:], strict=True))}
     row["bytes"] = bytes_moved(work, params)
-    if setup.bandwidth is not None:
-        row["limit"] = row["bytes"] / setup.bandwidth
+    if setup.copy is not None:
+        row["copy"] = {**times[-1].raw(), "bytes": setup.copy.bytes}
+        row["limit"] = row["bytes"] * row["copy"]["device"] / setup.copy.bytes
     return {**row, "left_out": left_out} if left_out else row
 
 
@@ -87,7 +90,7 @@ def _told(contender: Contender, times: timing.Times) -> dict[str, Any]:
 def _others(
     work: Work, params: list[Any], setup: Setup, trial: Trial | None, grads: list[Any]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Everybody beside ours who could be started, and of those who could not, why."""
+    """The peers that could be started, and why others could not."""
     found: list[Contender] = []
     left_out: dict[str, str] = {}
     peers = beside(work.optimizer, setup.device, (*work.peers, *setup.peers))
@@ -113,13 +116,13 @@ def _others(
 
 
 def _note(peer: Peer, work: Work, params: list[Any], trial: Trial | None) -> str:
-    """How a peer's work differs from ours, and whether its numbers do where they should not."""
+    """How a peer's work differs from ours, and whether its results do where they should not."""
     of_param = str(dtype_of_all(params)).removeprefix("torch.")
     its = stored(work, params)
     stores = peer.note(its, of_param)
     clips = limit_of(work) is not None and not peer.clips(work.optimizer)
     notes = [stores, "with clip_grad_norm_" if clips else ""]
-    # in 8 bits everybody rounds otherwise
+    # in 8 bits every implementation rounds differently
     if not stores and its.states != INT8 and trial is not None:
         notes.append(trial.disagreement(functools.partial(of_peer, peer), _PEERS_MAY_BE_OFF))
     return ", ".join(filter(None, notes))
@@ -130,7 +133,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _clean_up(device: str) -> None:
-    """Of this row's memory and of what was compiled for it: torch compiles a function for eight shapes only."""
+    """Free this row's memory and compiled code: torch compiles a function for eight shapes only."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()

@@ -1,4 +1,4 @@
-"""`fusedstep memory`: what a model takes with an optimizer, by how its states and masters are stored."""
+"""`fusedstep memory`: the bytes of a model with an optimizer, by how its states and masters are stored."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from .counting import (
     Bytes,
     Kept,
     Measured,
+    Named,
     Setting,
     deviation,
     groups_of,
@@ -36,11 +37,13 @@ from .counting import (
 )
 from .environment import environment
 from .shapes import MODELS
+from .works import SHORT
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float16)}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 OPTIMIZERS: dict[str, Any] = {name: getattr(fusedstep, name) for name in fusedstep.optimizers.__all__}
 # names of tensors that a table shows
 _MOST_NAMES = 4
+_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 
 
 class Row(NamedTuple):
@@ -52,26 +55,33 @@ class Row(NamedTuple):
 def memory(
     model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}, or module:factory")] = "llama-1b",
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS))] = "AdamW",
-    dtype: Annotated[str, typer.Option(help=f"of parameters: {', '.join(DTYPES)}")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"of parameters: {', '.join(DTYPES)}; by default as your function makes them, else bfloat16"
+        ),
+    ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="of the optimizer, as momentum=0.9; may be repeated")
+        list[str] | None, typer.Option(help="of the optimizer, such as momentum=0.9; may be repeated")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help='with offload="cpu"')] = False,
-    release: Annotated[bool, typer.Option("--release-gradients", help="step them in backward")] = False,
+    release: Annotated[bool, typer.Option("--release-gradients", help="step gradients in backward")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="take steps, on the GPU if there is one")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="file for all numbers, in bytes")] = None,
 ) -> None:
     """Bytes that a model takes with an optimizer, for every way to store its states and masters."""
-    of_param = DTYPES[_known("dtype", dtype, DTYPES)]
+    of_param = None if dtype is None else _dtype(dtype)
     options = _options(option or []) | ({"offload": "cpu"} if offload else {})
     make = functools.partial(OPTIMIZERS[_known("optimizer", optimizer, OPTIMIZERS)], **options)
+    named = parameters_of(model, of_param)
     try:
-        settings = settings_for(make, of_param)
+        settings = settings_for(make, *_dtypes_of_settings(named))
     except (TypeError, ValueError) as error:
         hint = "--option" if option else "--offload" if offload else "--optimizer"
-        raise typer.BadParameter(f"{optimizer}: {error}", param_hint=hint) from error
+        # some errors name the class themselves
+        who = "" if str(error).startswith(optimizer) else f"{optimizer}: "
+        raise typer.BadParameter(f"{who}{error}", param_hint=hint) from error
     bucket_bytes = _bucket_bytes(make) if release else None
-    named = parameters_of(model, of_param)
     console = Console(width=None if sys.stdout.isatty() else 132)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if offload and measure and device == "cpu":
@@ -88,12 +98,13 @@ def memory(
         rows.append(Row(setting, expected, found))
     kept, elements = kept_in_float32(named, make), sum(p.numel() for _, p in named)
     words = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    title = f"{model}: {elements:,} parameters of {dtype}, {optimizer}({words})"
+    dtypes = " and ".join(dict.fromkeys(_text(p.dtype) for _, p in named))
+    title = f"{model}: {elements:,} parameters of {dtypes}, {optimizer}({words})"
     console.print(table(title + ", gradients released" * release, rows, elements, device))
     if kept:
         console.print(table_of_kept(kept, elements))
     if output is not None:
-        asked: dict[str, Any] = {"model": model, "optimizer": optimizer, "options": options, "dtype": dtype}
+        asked: dict[str, Any] = {"model": model, "optimizer": optimizer, "options": options, "dtype": dtypes}
         asked |= {"bucket_bytes": bucket_bytes}
         facts = {**environment(device, None), **asked, "tensors": len(named), "elements": elements}
         output.write_text(json.dumps({**facts, **results(rows, kept, elements)}, indent=1) + "\n")
@@ -107,8 +118,26 @@ def _known(what: str, found: str, accepted: Iterable[str]) -> str:
     return found
 
 
+def _dtype(found: str) -> torch.dtype:
+    """By torch's name, or as `fusedstep bench` calls it."""
+    short = {SHORT[name]: dtype for name, dtype in DTYPES.items()}
+    accepted = {**DTYPES, **short}
+    return accepted[_known("dtype", found, accepted)]
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes_of_settings(named: Named) -> list[torch.dtype]:
+    """The dtypes that settings are made for: of what is trained, and of real numbers if there are any."""
+    found = list(dict.fromkeys(p.dtype for _, p in named if p.requires_grad))
+    # complex parameters refuse some settings, and say why
+    return [dtype for dtype in found if not dtype.is_complex] or found
+
+
 def _bucket_bytes(make: Callable[..., Any]) -> int:
-    """Of gradients that are stepped together in backward."""
+    """Bytes of gradients that are stepped together in backward."""
     try:
         check_released(make([nn.Parameter(torch.empty(1, 1, device="meta"))]))
     except RuntimeError as error:
@@ -117,7 +146,7 @@ def _bucket_bytes(make: Callable[..., Any]) -> int:
 
 
 def _options(found: list[str]) -> dict[str, Any]:
-    """What was written as name=value; a value that is no literal is a word."""
+    """Options that were written as name=value; a value that is no literal is a string."""
     options: dict[str, Any] = {}
     for each in found:
         name, equals, value = each.partition("=")
@@ -138,7 +167,10 @@ def _options(found: list[str]) -> dict[str, Any]:
 def table(title: str, rows: list[Row], elements: int, device: str) -> Table:
     view = Table(title=title, caption=f"bytes a parameter, on {device}", caption_justify="left")
     names = [f"{name}=" for name in Setting._fields]
-    columns = [*names, "parameter", "gradient", "master", "states", "total", "GB in all", "a step adds"]
+    most = max((row.predicted.at_rest for row in rows), default=0)
+    unit = next((unit for unit, size in _UNITS.items() if most >= size), "kB")
+    in_all = lambda count: f"{count / _UNITS[unit]:.3f}"
+    columns = [*names, "parameter", "gradient", "master", "states", "total", f"{unit} in all", "a step adds"]
     away = any(row.predicted.on_host for row in rows)
     columns += ["on the host"] * away
     shows = any(row.measured is not None for row in rows)
@@ -147,7 +179,9 @@ def table(title: str, rows: list[Row], elements: int, device: str) -> Table:
     for setting, expected, found in rows:
         parts = [*expected[:4], expected.at_rest]
         cells = [f"{part / elements:.3f}" for part in parts]
-        cells += [f"{expected.at_rest / 1e9:.3f}", _added(expected)]
+        # and no more for tensors in the layout that a step needs
+        added = f"tables, {in_all(expected.during_a_step)} {unit}" if expected.during_a_step else "tables"
+        cells += [in_all(expected.at_rest), added]
         cells += [f"{expected.on_host / elements:.3f}"] * away
         if found is not None:
             peak = "" if found.peak is None else f"{found.peak / elements:.3f}"
@@ -155,11 +189,6 @@ def table(title: str, rows: list[Row], elements: int, device: str) -> Table:
             cells += [f"{(found.on_host or 0) / elements:.3f}"] * away
         view.add_row(*map(str, setting), *cells)
     return view
-
-
-def _added(expected: Bytes) -> str:
-    """What engines allocate beside: tables, and nothing else for an element that lies as it should."""
-    return "tables" if not expected.during_a_step else f"tables, {expected.during_a_step / 1e9:.3f} GB"
 
 
 def table_of_kept(kept: list[Kept], elements: int) -> Table:
@@ -176,7 +205,7 @@ def table_of_kept(kept: list[Kept], elements: int) -> Table:
 
 
 def results(rows: list[Row], kept: list[Kept], elements: int) -> dict[str, Any]:
-    """All of it, in bytes."""
+    """All results, in bytes."""
     found = []
     for setting, expected, seen in rows:
         total = {"at_rest": expected.at_rest, "per_parameter": expected.at_rest / elements}

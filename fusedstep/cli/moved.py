@@ -1,4 +1,4 @@
-"""Bytes that a step must move, whoever takes it: what its rule loads and stores."""
+"""Bytes that a step of any implementation must move: what its rule loads and stores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .contender import LR, known
 from .shapes import with_gradients
 from .works import DTYPES, Work
 
-# steps over which gradients that come and go are counted
+# steps that bytes are averaged over where gradients come and go
 _STEPS = 64
 
 
 def program_of(work: Work, of_param: torch.dtype | None = None) -> Any:
-    """What a parameter of the work is stepped with."""
+    """The program that steps a parameter of the work."""
     name = "AdamW" if work.optimizer == "functional.adamw_" else work.optimizer
     # large enough for 8 bits
     p = torch.nn.Parameter(torch.ones(64, 64, dtype=of_param or DTYPES[work.dtype][0]))
@@ -34,7 +34,7 @@ def program_of(work: Work, of_param: torch.dtype | None = None) -> Any:
 
 
 def bytes_per_parameter(work: Work, of_param: torch.dtype | None = None) -> float:
-    """What an update must move: in every sweep of its program, what it loads and what it stores."""
+    """Bytes that an update must move: all that every sweep of its program loads and stores."""
     program = program_of(work, of_param)
     sizes = [plane.dtype.itemsize / plane.block for plane in program.planes]
     moved = [(*sweep.loads, *(place for place, _ in sweep.stores)) for sweep in program.sweeps]
@@ -42,7 +42,7 @@ def bytes_per_parameter(work: Work, of_param: torch.dtype | None = None) -> floa
 
 
 def bytes_moved(work: Work, params: list[Any]) -> float:
-    """By a step of these parameters; where gradients come and go, in the mean."""
+    """Bytes that a step of these parameters moves; the mean, if gradients come and go."""
     sizes = {dtype: bytes_per_parameter(work, dtype) for dtype in {p.dtype for p in params}}
     each = [sizes[p.dtype] * p.numel() for p in params]
     chosen = with_gradients(work.model)

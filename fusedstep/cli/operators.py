@@ -32,7 +32,7 @@ from fusedstep.rules import (
 
 
 class _Operator(torch.optim.Optimizer):
-    """Calls an operator for each parameter, as an optimizer that is made of it does."""
+    """An optimizer that calls an operator for each parameter."""
 
     keeps: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -87,7 +87,7 @@ class _EmaAdamW(_Operator):
 
 
 class _PlainNumbers(_Operator):
-    """The rule below, called as a function of plain numbers: its sums are of one element then."""
+    """The rule below, called as a function of plain numbers: its sums then have one element."""
 
     keeps = ("a", "b")
 
@@ -100,7 +100,7 @@ class _PlainNumbers(_Operator):
 @rule(states={"a": "a", "b": "b"})
 def words(p, g, a, b, *, step, numel, lr, low, high):
     a = mix(a, clamp(tanh(g), low, high), 0.3)
-    # the function of Python works too
+    # Python's own function works, too
     size = 0.5 * abs(g) + 0.5 * builtins.abs(g)
     b = exp(-size) + log(1 + size) * cos(p) + power(2 + size, 1.5) - 2**a + size**1.2
     b = b + maximum(a, g) * minimum(p, g) + sign(g) * (1 / (3 - a)) + (1 - g) - +(-g)

@@ -31,7 +31,7 @@ class Ours:
         self.problem, self.case = problem, problem.case
         self.strided = self.case.feature("layout") == "strided"
         self.complaints: list[str] = []
-        # numbers kept once for a tensor are float64 where their parameter is
+        # scalars kept once for a tensor are float64 where their parameter is
         with default_dtype(problem.dtype if problem.dtype == torch.float64 else torch.float32):
             self.params = self._parameters(problem.starts)
             self.optimizer = self._optimizer()
@@ -61,7 +61,7 @@ class Ours:
         if case.feature("skip") == "guard":
             options["skip_nonfinite"] = True
         if case.feature("skip") == "torch" and case.feature("clip") != "no" and subject.takes("fused"):
-            # torch's scaler then leaves all to the step, which looks for itself, too
+            # torch's scaler then leaves unscaling to the step, which looks for infinities itself, too
             options |= {"fused": True, "skip_nonfinite": True}
         if case.feature("rate") == "tensor" and "lr" in options:
             options["lr"] = torch.tensor(options["lr"], dtype=torch.float64)
@@ -77,7 +77,7 @@ class Ours:
         return scaler
 
     def _resume(self) -> None:
-        """Go on from a checkpoint, with other tensors."""
+        """Continue from a checkpoint, with new tensors."""
         file = io.BytesIO()
         torch.save(self.optimizer.state_dict(), file)
         file.seek(0)
@@ -115,7 +115,7 @@ class Ours:
             self._look_at_grads([g if g is None or not is_torchs else g / scale for g in before])
 
     def _spoil(self) -> None:
-        """What has a step skipped: of torch's scaler one number, else two."""
+        """Put in what makes a step skipped: one number for torch's scaler, else two."""
         g = self.params[-1].grad
         g[-1, -1] = math.inf
         if self.case.feature("skip") != "torch":

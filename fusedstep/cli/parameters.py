@@ -1,4 +1,4 @@
-"""Parameters with gradients that a row is about: of a list of shapes, or of a user's model."""
+"""Parameters with gradients for a row: from a list of shapes, or from a user's model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drawn(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
 
 
 def parameters(work: Work, device: str) -> list[Any]:
-    """All that have a gradient at some step."""
+    """All parameters that have a gradient at some step."""
     generator = torch.Generator(device).manual_seed(0)
     if work.model in MODELS:
         return [drawn(shape, DTYPES[work.dtype][0], generator) for shape in MODELS[work.model]]
@@ -33,20 +33,20 @@ def parameters(work: Work, device: str) -> list[Any]:
         model = model.to(DTYPES[work.dtype][0])
     params = [p for p in model.parameters() if p.requires_grad]
     for p in params:
-        # as it lies in memory, whatever the layout
+        # in the memory layout of its parameter
         p.grad = torch.empty_like(p).normal_(generator=generator).mul_(0.01)
     return params
 
 
 def groups(work: Work, params: list[Any]) -> list[dict[str, Any]]:
-    """One, or one for each parameter where the model is named so."""
+    """One group, or one for each parameter if the name of the model says so."""
     if work.model.endswith("groups"):
         return [{"params": [p]} for p in params]
     return [{"params": params}]
 
 
 def dtype_of(params: list[Any]) -> str:
-    """What a user's model is called by the dtype of its parameters."""
+    """The name of the dtype of a user's parameters."""
     found = {p.dtype for p in params}
     names = {dtypes: name for name, dtypes in DTYPES.items()}
     one = found.pop()

@@ -1,7 +1,7 @@
-"""What `peers.py` is a table of: another implementation of our optimizers, how it is found and made.
+"""An entry of the table in `peers.py`: another implementation of our optimizers, how it is found and made.
 
-A peer stands beside an optimizer of ours if that is in its `classes`, it works on the device, and it has every
-option that is asked for; it is given all of ours, defaults too, by the names that it knows.
+A peer stands beside one of our optimizers if that is in its `classes`, it works on the device, and it has every
+option that is asked for. It is given all our options, defaults too, by its own names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fusedstep import optimizers
 
 # a class by its name in a module, and what it is always given
 Class = tuple[str, dict[str, Any]]
-# options that a peer does not have to know: how ours is run, or stored, which the table has notes for
+# options that a peer need not have: how ours is run, or stored, which the table notes
 _OURS_ALONE = ("foreach", "capturable", "differentiable", "fused", "engine", "seed", "state_dtype", "master")
-# options that nobody else has, whatever is called the same there
+# options that no peer has, even if one of its options has the same name
 _AROUND_A_RULE = ("norm_type", "norm_group", "skip_nonfinite", "ema_decay", "statistics", "rounding")
 # what the benchmark itself does around a step
 AROUND = ("scaler", "grad_scale", "sharded")
@@ -34,7 +34,7 @@ AS_PARAMETERS, FLOAT32, INT8 = "as parameters", "float32", "int8"
 
 
 class Stored(NamedTuple):
-    """How the work that a peer stands beside stores things: the format of states, and of masters."""
+    """How a row stores things: the format of states, and of masters."""
 
     states: str
     master: str | None
@@ -46,9 +46,9 @@ class Peer:
 
     name: str
     module: str
-    # by the names of ours
+    # its classes, by our names
     classes: dict[str, Class]
-    # our options by its names
+    # its names for our options
     renamed: dict[str, str] = field(default_factory=dict)
     # what it wants instead of None
     instead_of_none: dict[str, Any] = field(default_factory=dict)
@@ -58,21 +58,21 @@ class Peer:
     masters: tuple[str, ...] = ()
     # added to every group
     group: dict[str, Any] = field(default_factory=dict)
-    # only where it is asked for: it compiles for long, or is not the fastest of its package
+    # timed only if asked for: it takes long to compile, or is not the fastest of its package
     only_asked: bool = False
-    # more arguments, by how the work stores things
+    # further arguments, by how a row stores things
     storing: Callable[[Stored], dict[str, Any]] | None = None
-    # a step of what was made
+    # how its step is called
     step: Callable[[Any], Callable[[], Any]] = lambda optimizer: optimizer.step
-    # which of the things that the benchmark does around a step it may be asked for
+    # what the benchmark may do around its step
     around: tuple[str, ...] = ()
-    # packages whose own imports are left out where they fail
+    # packages that are imported without their own imports if these fail
     bare: tuple[str, ...] = ()
-    # what it imports only when it is made
+    # modules that it imports only when constructed
     also: tuple[str, ...] = ()
 
     def why_not(self, device: str) -> str:
-        """Why it cannot be timed here; nothing if it can."""
+        """Why it cannot be timed here; empty if it can."""
         if device not in self.devices:
             return f"for {' and '.join(self.devices)} only"
         try:
@@ -87,7 +87,7 @@ class Peer:
         return ""
 
     def arguments(self, optimizer: str, options: dict[str, Any], stored: Stored) -> dict[str, Any] | None:
-        """What its class is given for these options of ours; None if it lacks one, or does not store so."""
+        """Arguments of its class for these options of ours; None if it lacks one, or does not store so."""
         if self.states == (INT8,) and stored.states != INT8:
             return None
         _, fixed = self.classes[optimizer]
@@ -110,7 +110,7 @@ class Peer:
         return "max_grad_norm" in inspect.signature(self.cls(optimizer)).parameters
 
     def note(self, stored: Stored, of_param: str) -> str:
-        """How what it stores differs from what ours does."""
+        """How its storage differs from ours."""
         its = [of_param if states == AS_PARAMETERS else states for states in self.states]
         states = "" if stored.states in its else f"{its[0]} states"
         master = "no master" if stored.master and stored.master not in self.masters else ""
@@ -144,7 +144,7 @@ class Peer:
 
 
 def _bare(name: str) -> None:
-    """Have a package without what it imports itself: timm's imports all its models, and these torchvision."""
+    """Put in a package without its own imports: timm's imports all its models, and these import torchvision."""
     folder = str(Path(_folder(name.partition(".")[0])).joinpath(*name.split(".")[1:]))
     package = types.ModuleType(name)
     package.__path__ = [folder]

@@ -1,4 +1,4 @@
-"""Who `fusedstep bench` times our optimizers beside, where found: each an adapter of a few lines."""
+"""The peers that `fusedstep bench` times our optimizers beside, if installed: each a few lines of adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .peer import AROUND, AS_PARAMETERS, FLOAT32, INT8, Class, Peer, Stored
 
 
 def named(*names: str, **fixed: Any) -> dict[str, Class]:
-    """Classes that have the names of ours."""
+    """Classes with the same names as ours."""
     return {name: (name, fixed) for name in names}
 
 
@@ -25,7 +25,7 @@ def _compiled(optimizer: Any) -> Callable[[], Any]:
 
 
 def _trained(optimizer: Any) -> Callable[[], Any]:
-    # schedule-free ones are told whether they train or evaluate
+    # schedule-free optimizers must be told that they train
     optimizer.train()
     return optimizer.step
 
@@ -54,7 +54,7 @@ _SCHEDULE_FREE: dict[str, Class] = {
 PEERS = [
     Peer("torch fused", "torch.optim", named(*_FUSED, fused=True), devices=_CPU, around=AROUND),
     Peer("torch fused", "torch.optim", named(*_ON_GPU, fused=True), devices=_GPU, around=AROUND),
-    # the fastest that torch has of the others
+    # the fastest that torch has of its other classes
     Peer("torch loop", "torch.optim", named(*_NOT_FUSED, foreach=False), devices=_CPU),
     Peer("torch foreach", "torch.optim", named(*_NOT_ON_GPU, foreach=True), devices=_GPU),
     Peer("torch foreach", "torch.optim", named(*_ON_GPU, foreach=True), devices=_GPU, only_asked=True),
@@ -178,7 +178,7 @@ def add_path(folder: Path | None) -> None:
 
 
 def beside(optimizer: str, device: str, asked: Sequence[str]) -> list[Peer]:
-    """Those that stand beside an optimizer of ours and can be timed here; asked for by names, or all."""
+    """The peers of one of our optimizers that can be timed here; `asked` has parts of names, or "all"."""
     here = [p for p in PEERS if optimizer in p.classes and device in p.devices]
     is_asked = lambda p: "all" in asked or any(part in p.name for part in asked)
     wanted = [p for p in here if not p.only_asked or is_asked(p)]

@@ -15,21 +15,21 @@ STEPS = 7
 # one element, a few that begin as zeros, none at all, four dimensions for channels_last
 _SMALL = ((), (5,), (0,), (2, 3, 2, 2))
 _MATRICES = ((1, 5), (6, 1), (0, 3), (2, 3, 4))
-# more than an engine works on at once; and as many as 8 bits are for
+# more elements than an engine works on at once, and enough for states in 8 bits
 _LARGE = {"int8": (72, 64), "stochastic": (72, 64)}
-# those that update each element by itself
+# optimizers that update each element by itself
 _BEAR_INFINITY = {"SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "ADOPT"}
 _BEAR_INFINITY |= {"BertAdam"}
-# a step that finds an infinity, where steps may be skipped
+# the step that finds an infinity, if steps may be skipped
 SKIPPED = 3
-# by which gradients are multiplied where a scaler divides them, in the range of float16
+# gradients are multiplied by this where a scaler divides them; it fits the range of float16
 SCALE = 8.0
-# of two groups; the norms of some steps are larger, those of others smaller, and 0 is no limit
+# limits of two groups; norms are larger at some steps, smaller at others, and 0 is no limit
 LIMITS = {"norm": (6.0, 2.0), "largest": (1.0, 0.0)}
 
 
 class Problem:
-    """Of a case: where its parameters begin, and its gradients."""
+    """The first parameters of a case, and its gradients."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -42,7 +42,7 @@ class Problem:
         if self.has_infinite_weight:
             self.starts = [p.clone() for p in self.starts]
             self.starts[-1][0, 0] = -math.inf
-        # what one element then moves is too much for states that are rounded coarsely
+        # one element then moves so far that coarsely rounded states would be off
         is_fine = case.feature("storage") not in _LARGE
         if is_fine and (case.subject.options.get("cautious") or case.subject.name == "Prodigy"):
             self.steps = _turned(self.steps)
@@ -54,15 +54,15 @@ class Problem:
 
     @property
     def has_infinite_weight(self) -> bool:
-        """Whether one of its weights is infinite: without decay, nothing is to become NaN of it."""
+        """Whether one of its weights is infinite: without decay, it must not turn anything into NaN."""
         case = self.case
-        # a norm is infinite then, and so is an average
+        # norms and averages would be infinite
         is_plain = all(case.feature(name) in ("plain", "no") for name in ("storage", "statistics", "ema"))
         decays = case.subject.option("weight_decay") or case.subject.options.get("cautious")
         return case.subject.name in _BEAR_INFINITY and is_plain and not decays
 
     def grads(self, t: int) -> list[Tensor | None]:
-        """Of step `t`, from 0; in the dtype they are stored in."""
+        """The gradients of step `t`, from 0, in the dtype they are stored in."""
         kind, grads = self.case.feature("grads"), self.steps[t]
         if kind == "late" and t in (0, 5):
             return [torch.zeros_like(g) for g in grads]
@@ -72,7 +72,7 @@ class Problem:
         return t == SKIPPED and self.case.feature("skip") != "no"
 
     def rate(self, base: float, t: int) -> float:
-        """The learning rate of a step; schedules begin with 0, and those of tensors with the highest."""
+        """The learning rate of a step; schedules begin with 0, those of a tensor with the highest rate."""
         kind = self.case.feature("rate")
         return base if kind == "fixed" else base * (math.sin(t) if kind == "schedule" else math.cos(t)) ** 2
 
@@ -112,14 +112,14 @@ def _drawn(shapes: Any, param: torch.dtype, grad: torch.dtype) -> tuple[list[Ten
     steps = [[scale * draw(shape, grad) for shape in shapes] for scale in scales[:STEPS]]
     for t, step in enumerate(steps):
         for i, g in enumerate(step):
-            # some elements have no gradient now and then, some tensors
+            # now and then, gradients of some elements are 0, and those of some tensors
             g.reshape(-1)[(t + i) % 3 :: 7] = 0
             step[i] = g * 0 if (t, i) in ((1, 3), (4, 0)) else g
     return starts, steps
 
 
 def _turned(steps: list[list[Tensor]]) -> list[list[Tensor]]:
-    """The same, but that all gradients of the largest tensor agree, until at last all but one are opposed."""
+    """The same, but gradients of the largest tensor agree at all steps but the last, where all but one turn."""
     (*before, end), always = steps, steps[0][-1].clone()
     always[-1, -1] = 1.0
     last = -0.2 * always
@@ -133,7 +133,7 @@ def real(t: Tensor) -> Tensor:
 
 
 def laid_out(t: Tensor, strided: bool) -> Tensor:
-    """A copy, in an order of its own if it is to be strided."""
+    """A copy, in a memory layout of its own if it is to be strided."""
     if not strided or t.dim() == 0:
         return t.clone(memory_format=torch.contiguous_format)
     if t.dim() == 4:

@@ -1,9 +1,9 @@
-"""Optimizers once more, in plain tensor operations, from their papers and their authors' descriptions.
+"""References: optimizers in plain tensor operations, from their papers and their authors' descriptions.
 
-Independent of the library on purpose: a reference that shared its rules could not disagree with it. In float64
-they are what results are compared with, where torch.optim has no such optimizer or not these options; in
-other dtypes they compute in float32 at least, and show how exact a loop of operations is. Recorded runs of the
-authors' packages prove them (tests/test_references.py).
+Independent of the library on purpose: a reference that shared its rules could not disagree with it. In float64,
+results are compared with references if torch.optim lacks the optimizer or its options; in other dtypes they
+compute in float32 at least, and show how exact a loop of operations is. Recorded runs of the authors' packages
+prove them (tests/test_references.py).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Members = list[tuple[dict[str, Any], list[Tensor]]]
 def clip_factors(
     grads: list[Tensor], labels: list[Any], limits: list[Any], norm_type: float, eps: float
 ) -> Any:
-    """What each gradient is multiplied by: those of one label share a norm. None, 0 or less: no limit."""
+    """A factor for each gradient: those of one label share a norm. A limit of None, 0 or less is none."""
     together: dict[Any, list[Tensor]] = {}
     for g, label in zip(grads, labels, strict=True):
         together.setdefault(label, []).append(g)
-    # torch measures no tensor that is empty
+    # torch measures no empty tensors
     some = {label: [g for g in same if g.numel()] for label, same in together.items()}
     norms = {label: float(torch.nn.utils.get_total_norm(same, norm_type)) for label, same in some.items()}
     factors = []
     for label, limit in zip(labels, limits, strict=True):
         norm, limited = norms[label] + eps, limit is not None and limit > 0
-        # one that is NaN poisons all gradients, as torch's clipping does
+        # a norm that is NaN poisons all gradients, as in torch's clipping
         factors.append(float(limit) / norm if limited and not norm <= limit else 1.0)
     return factors
 
 
 class Reference(torch.optim.Optimizer):
-    """Groups, states and clipping; a subclass has options, and says where a step leads."""
+    """Groups, states and clipping; a subclass has options, and the update."""
 
     options: ClassVar[dict[str, Any]] = {}
     keeps: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -92,13 +92,13 @@ class Reference(torch.optim.Optimizer):
 
 
 def agreeing(u: Tensor, g: Tensor) -> Tensor:
-    """Cautious: nothing against the gradient, the rest larger by as much as is left out."""
+    """A cautious update: nothing against the gradient, the rest scaled up to make up for it."""
     mask = (u * g > 0).to(u.dtype)
     return u * mask / mask.mean().clamp(min=1e-3)
 
 
 def largest(g: Tensor) -> Tensor:
-    """The largest element, of none 0."""
+    """The largest absolute value; 0 if there are no elements."""
     return torch.cat([g.abs().reshape(-1), g.new_zeros(1)]).max()
 
 
@@ -113,7 +113,7 @@ _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
 class Adam(Reference):
-    """With what torch's has not: caution, and a decay that follows the square of the rate."""
+    """With what torch's lacks: caution, and a decay that follows the square of the rate."""
 
     options: ClassVar = {
         **_ADAM,
@@ -202,7 +202,7 @@ class Lamb(Reference):
         "max_weight_norm": math.inf,
         "always_adapt": False,
     }
-    # they divide by the norm itself
+    # clipping divides by the norm itself
     clip_eps = 0.0
 
     def update(self, p, g, s, t, o):
@@ -217,7 +217,7 @@ class Lamb(Reference):
 
     def trust(self, p: Tensor, u: Tensor, o: dict[str, Any]) -> float:
         of_weights, of_update = float(p.norm()), float(u.norm())
-        # as timm's: of a norm that is NaN, too
+        # as in timm, also if a norm is NaN
         if not (o["weight_decay"] or o["always_adapt"]) or not (of_weights > 0 and of_update > 0):
             return 1.0
         lowest, highest = o["trust_bounds"]
@@ -225,7 +225,7 @@ class Lamb(Reference):
 
 
 class LARS(Reference):
-    """You et al. 2017, as timm has it: SGD with a gradient of the size of its tensor."""
+    """You et al. 2017, as timm has it: SGD with a gradient scaled to the norm of its parameter."""
 
     options: ClassVar = {
         "lr": 1.0,
@@ -270,10 +270,10 @@ class Lion(Reference):
 
 
 def orthogonalized(x: Tensor, coefficients: Any, eps: float = 1e-7) -> Tensor:
-    """Newton and Schulz's iteration by its definition, on matrices."""
+    """The Newton-Schulz iteration by its definition, on matrices."""
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
     for a, b, c in coefficients:
-        # of tall matrices the same, and less work
+        # for tall matrices from the right: the same with less work
         if x.shape[-2] <= x.shape[-1]:
             gram = x @ x.mT
             x = a * x + (b * gram + c * gram @ gram) @ x
@@ -298,7 +298,7 @@ class Muon(Reference):
         "normalize_rows": None,
         "cautious_decay": False,
     }
-    # the last at each element of a row, where ours has one number
+    # the last for each element of a row, where ours has one number
     keeps = ("momentum_buffer", "squares of rows")
 
     def update(self, p, g, s, t, o):
@@ -433,7 +433,7 @@ class Adan(Reference):
 
 
 class ScheduleFreeSGD(Reference):
-    """Defazio et al. 2024: gradients at y, steps of z, and x, the average, from which y is not far."""
+    """Defazio et al. 2024: gradients at y, steps of z, and x, the average, which y stays near."""
 
     options: ClassVar = {
         "lr": 1.0,
@@ -605,7 +605,7 @@ class EmaAdamW(Reference):
 
 
 class Words(Reference):
-    """What the rule of operators.py says, in torch's operations."""
+    """The rule of operators.py in torch's operations."""
 
     options: ClassVar = {"lr": 0.1, "low": -0.5, "high": 0.5}
     keeps = ("a", "b")

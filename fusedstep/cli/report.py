@@ -1,4 +1,4 @@
-"""What `fusedstep bench` shows of a result: tables, a picture, and a page that needs nothing but itself."""
+"""What `fusedstep bench` shows of a result: tables, a picture, and a page that is complete in itself."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from rich.table import Table
 from .peers import PEERS
 from .works import text_of
 
-# bars longer than so many times ours, or the limit, are cut
+# bars longer than this many times ours, or the limit, are cut
 _LONGEST = 5.0
+# a copy that is faster than another by this factor says that the machine has changed
+_MOVED = 1.2
 # panels of a picture, and how many of them show the same optimizer
 _MOST_PANELS = 6
 _OF_ONE_OPTIMIZER = 3
 
 
 class Bar(NamedTuple):
-    """One side of a row: milliseconds on the device and in a row, and what else is known of it."""
+    """One side of a row: milliseconds on the device, on the host and in a loop of steps, and other facts."""
 
     name: str
     device: float
@@ -46,7 +48,7 @@ def title_of(row: dict[str, Any]) -> str:
 
 
 def trouble_of(row: dict[str, Any]) -> str:
-    """Why a row has no times; nothing if it has."""
+    """Why a row has no times; empty if it has them."""
     if "wrong" in row:
         return f"WRONG: {row['wrong']}; not timed"
     return f"FAILED: {row['failed']}" if "failed" in row else ""
@@ -59,7 +61,7 @@ def bars_of(row: dict[str, Any]) -> list[Bar]:
 
 
 def bytes_of(row: dict[str, Any], result: dict[str, Any]) -> float | None:
-    """What must move; results that do not say it have the limit that was computed from it."""
+    """Bytes that must move; results without them have the limit that was computed from them."""
     if "bytes" in row:
         return row["bytes"]
     return row["limit"] * result["copy_bandwidth"] if "limit" in row else None
@@ -78,9 +80,12 @@ def table(result: dict[str, Any]) -> Table:
     if not on_cpu:
         names[3:4], names[7:7] = ["device"], ["host", "in a row"]
     of_memory = "what states take" if on_cpu else "the most that making it and two steps allocated"
+    captions = [f"memory: {of_memory}", _caption_of_limit(result)]
+    if on_cpu and any(_is_beyond(row) for row in result["results"]):
+        captions.append("above 100 %: tensors that fit into caches, more reads than writes, or noise")
     view = Table(
-        title="milliseconds a step, medians; x: times ours; limit: what a copy of the same bytes takes",
-        caption=f"memory: {of_memory}{'; above 100 %: what fits into caches' if on_cpu else ''}",
+        title="milliseconds a step, medians; x: times ours; limit: what moving the same bytes takes",
+        caption="\n".join(filter(None, captions)),
         caption_justify="left",
     )
     for name in names:
@@ -99,6 +104,31 @@ def table(result: dict[str, Any]) -> Table:
     return view
 
 
+def copy_speeds(result: dict[str, Any]) -> list[float]:
+    """Bytes a millisecond that a copy moved beside each row; in earlier results before all of them."""
+    found = [row["copy"]["bytes"] / row["copy"]["device"] for row in result["results"] if "copy" in row]
+    return found or ([result["copy_bandwidth"]] if "copy_bandwidth" in result else [])
+
+
+def _speed(result: dict[str, Any]) -> str:
+    """As gigabytes a second."""
+    found = [f"{bandwidth / 1e6:,.1f}" for bandwidth in sorted(copy_speeds(result))]
+    return f"{' to '.join(dict.fromkeys([found[0], found[-1]]))} GB/s" if found else ""
+
+
+def _caption_of_limit(result: dict[str, Any]) -> str:
+    if not copy_speeds(result):
+        return ""
+    told = f"limit: a plain pass over memory moved {_speed(result)}"
+    slow, fast = min(copy_speeds(result)), max(copy_speeds(result))
+    changed = fast > _MOVED * slow
+    return told + "; it changed while rows were timed: compare times within a row" * changed
+
+
+def _is_beyond(row: dict[str, Any]) -> bool:
+    return "limit" in row and any(bar.device < row["limit"] for bar in bars_of(row))
+
+
 def _cells(bar: Bar, row: dict[str, Any], result: dict[str, Any], on_cpu: bool) -> list[str]:
     count = bytes_of(row, result)
     limit = f"{100 * row['limit'] / bar.device:.1f} %" if "limit" in row else ""
@@ -109,7 +139,7 @@ def _cells(bar: Bar, row: dict[str, Any], result: dict[str, Any], on_cpu: bool) 
 
 
 def table_of_peers(device: str) -> Table:
-    """Who was found, and why others were not; a peer with several adapters is one line."""
+    """The peers that were found, and why others were not; a peer with several adapters is one line."""
     view = Table(title=f"peers on {device}")
     for name in ("peer", "version", "stands beside", "states", ""):
         view.add_column(name)
@@ -137,7 +167,7 @@ def scale_of(row: dict[str, Any]) -> float:
 
 
 def picture(result: dict[str, Any], path: Path) -> None:
-    """The rows that have most beside them, a panel for each: milliseconds against the limit."""
+    """The rows with the most peers, a panel for each: milliseconds against the limit."""
     rows = shown_in_picture(result["results"])
     if not rows:
         return
@@ -158,13 +188,13 @@ def picture(result: dict[str, Any], path: Path) -> None:
     where = f"{result['device']}, torch {result['torch']}"
     of_light = "" if "threads" in result else "; light: steps in a row, where the host is slower"
     figure.suptitle(f"Milliseconds a step, {where}", fontsize=11)
-    figure.supxlabel(f"dashed: the limit, a copy of the bytes that must move{of_light}", fontsize=8)
+    figure.supxlabel(f"dashed: the limit, moving the same bytes alone{of_light}", fontsize=8)
     figure.savefig(path, dpi=140)
     plt.close(figure)
 
 
 def shown_in_picture(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those with most peers, of each optimizer a few, in the order of the table."""
+    """The rows with the most peers, a few of each optimizer, in the order of the table."""
     timed = [row for row in rows if not trouble_of(row) and row["peers"]]
     chosen: dict[str, dict[str, Any]] = {}
     taken: Counter[str] = Counter()
@@ -218,7 +248,7 @@ def page(result: dict[str, Any]) -> str:
 <p>Measured on <b>{where}</b> by <code>fusedstep bench</code>: each bar is one step of one implementation, over
 all parameters of a model, in milliseconds (medians; all took turns in one run). <b>Shorter is better.</b></p>
 <p>The <span class="line">dashed line</span> is the physical limit: the bytes that the step must read and write,
-at the speed of a plain copy on this machine{_speed(result)}. {_of_light(result)}
+at the speed of a plain pass over memory on this machine{_in_brackets(_speed(result))}. {_of_light(result)}
 Every case was first compared with float64; one that disagrees has no times here.</p>
 {_facts(result)}
 <nav>{links}</nav>
@@ -233,9 +263,8 @@ def _of_light(result: dict[str, Any]) -> str:
     return "The light part of a bar is what a loop of nothing but steps takes where the host is the slower one."
 
 
-def _speed(result: dict[str, Any]) -> str:
-    found = result.get("copy_bandwidth")
-    return f" ({found / 1e6:,.0f} GB/s)" if found else ""
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def _facts(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Whether a step is right: three of them beside the same in float64, before any is timed."""
+"""Whether a step is right: three steps are compared with float64 before any is timed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .works import Work
 
 _STEPS = 3
 _SHAPES = [(3000,), (33, 7), (70, 100)]
-# of the model that is timed: so many of its shapes, up to this size
+# shapes that are taken from the timed model: how many, and up to which size
 _OF_MODEL, _LARGEST = 3, 1 << 16
-# options that change what is lost, and not what is computed
+# options that change precision, not what is computed
 _HOW_STORED = ("state_dtype", "master", "rounding", "engine")
 # with 8 bits, a thirtieth of what three steps change
 _SLACK_OF_8_BITS = 1e-4
 
 
 class Trial:
-    """Small tensors of the dtypes and some shapes of a model, and where three steps in float64 lead them."""
+    """Small tensors with the dtypes and some shapes of a model, and where three steps in float64 lead them."""
 
     def __init__(self, work: Work, params: list[Any]) -> None:
-        # neither gradients that come and go nor a scaler, which drops them: both are around a step
+        # no missing gradients, and no scaler, which drops gradients: both are around a step
         options = {name: value for name, value in work.options.items() if name != "scaler"}
         self.work, self._device = work._replace(model="", options=options), params[0].device.type
         own = sorted({p.shape for p in params if 0 < p.numel() <= _LARGEST})[:_OF_MODEL]
@@ -48,7 +48,7 @@ class Trial:
         return found
 
     def _in_float64(self) -> Any:
-        """torch's optimizer; where it has no such thing, ours in plain tensor operations."""
+        """torch's optimizer; if torch has none with these options, ours in plain tensor operations."""
         name = self.work.optimizer
         options = {"lr": LR, **known(getattr(fusedstep, name), self.work.options)}
         options = {name: value for name, value in options.items() if name not in _HOW_STORED}
@@ -58,14 +58,14 @@ class Trial:
         return getattr(fusedstep, name)(self.exact, engine="torch", **options)
 
     def disagreement(self, make: Callable[[Work, list[Any]], Made | None], times: int = 1) -> str:
-        """How far three steps of what is made are off, if more than `times` what ours may be; else nothing."""
+        """How far three steps are off, if more than `times` what is allowed for ours; else an empty string."""
         params = self._params()
         made = make(self.work, params)
         if made is None:
             return ""
         grads = [p.grad.clone() for p in params]
         for _ in range(_STEPS):
-            # some write into gradients
+            # some optimizers write into gradients
             for p, grad in zip(params, grads, strict=True):
                 p.grad.copy_(grad)
             made.step()

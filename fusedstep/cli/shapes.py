@@ -21,12 +21,12 @@ def llama(layers: int, width: int, inner: int, keys: int) -> Shapes:
 
 
 def llama_8b() -> Shapes:
-    # with an output layer of its own; the smaller one uses its embedding for that
+    # with an output layer of its own; the smaller model uses its embedding instead
     return [*llama(32, 4096, 14336, 1024), (128256, 4096)]
 
 
 def first_part(shapes: Shapes, ranks: int) -> Shapes:
-    """What the first of so many ranks holds, when each tensor is cut along its first dimension."""
+    """What the first of these ranks holds if each tensor is cut along its first dimension."""
     return [(-(-rows // ranks), *rest) for rows, *rest in shapes]
 
 
@@ -55,7 +55,7 @@ _LAYERS, _EXPERTS, _CHOSEN = 8, 16, 4
 
 
 def moe() -> Shapes:
-    """Eight layers of sixteen experts, of which four have gradients in a step."""
+    """Eight layers of sixteen experts, four of which have gradients in a step."""
     width, inner = 512, 1024
     always = [(width, width)] * 4 + [(width,)] * 2 + [(_EXPERTS, width)]
     expert = [(inner, width), (inner, width), (width, inner)]
@@ -81,7 +81,7 @@ MODELS: dict[str, Shapes] = {
     "bert-base": bert(12, 768),
     "bert-large": bert(24, 1024),
     "llama-1b": llama(16, 2048, 8192, 512),
-    # the part of a rank, as FSDP2 cuts it over eight
+    # the part of one rank when FSDP2 cuts the model for eight
     "llama-8b/8": first_part(llama_8b(), 8),
     "resnet-50": resnet50(),
     "vit-l": vit_l(),

@@ -1,4 +1,4 @@
-"""Tensors as DTensors of which one rank holds everything, for benchmarks."""
+"""Tensors as DTensors on a single rank, for benchmarks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sharded(p: Any) -> Any:
 
 @functools.cache
 def _mesh(device: str) -> Any:
-    """Of this process alone."""
+    """A mesh of this process alone."""
     import torch.distributed as dist
 
     backend = "nccl" if device == "cuda" else "gloo"

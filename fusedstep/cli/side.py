@@ -1,4 +1,4 @@
-"""One side of a comparison: an optimizer, ours or the one beside it, and the parameters that it is given."""
+"""One side of a comparison: an optimizer, ours or a peer's, and the parameters that it is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass
 class Side:
-    """An optimizer that a loop is run with: ours, or the one beside it."""
+    """An optimizer that a loop is run with: ours or a peer's."""
 
     cls: Any
     options: dict[str, Any]
@@ -21,7 +21,7 @@ class Side:
     made: list[Any] = field(default_factory=list)
 
     def params(self, shapes: Sequence[tuple[int, ...]] = (), kind: Any = torch.nn.Parameter) -> list[Any]:
-        """Parameters of 64 elements, or of these shapes, with gradients; the same ones whoever asks."""
+        """Parameters of 64 elements, or of these shapes, with gradients; the same numbers for every side."""
         generator = torch.Generator().manual_seed(0)
         self.made = []
         for shape in shapes or [(64,)] * self.size:

@@ -1,6 +1,6 @@
 """What `fusedstep check` checks: every optimizer, with options that together reach all that it computes.
 
-A new optimizer is a new entry of `OPTIONS`, and a class of its name in references.py unless torch.optim has
+A new optimizer needs an entry in `OPTIONS`, and a class of its name in references.py unless torch.optim has
 one.
 """
 
@@ -22,7 +22,7 @@ _CLIPPED = {"max_grad_norm": 0.5}
 _SCHEDULE = {"e": 0.02, "lr": 0.05, "warmup": 0.4, "t_total": 5, "weight_decay": 0.1}
 _TRUST = {"lr": 0.2, "trust_coeff": 0.05, "weight_decay": 0.1, "eps": 0.3}
 
-# options of each, by its name; the rates are such that steps show in sixteen bits
+# options of each optimizer, by its name; rates are so large that steps show in sixteen bits
 OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "SGD": (
         {"lr": 0.1},
@@ -70,7 +70,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "decoupled_weight_decay": True},
     ),
     "RAdam": (
-        # of the first steps none is rectified, of the later ones all are
+        # no early step is rectified, every later one is
         {"lr": 0.05, "eps": 0.1, "betas": (0.7, 0.9)},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "maximize": True},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "decoupled_weight_decay": True},
@@ -125,7 +125,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.02, "betas": (0.6, 0.7), "maximize": True},
         {"lr": 0.02, "cautious": True, "weight_decay": 0.3},
     ),
-    # one and two iterations: more would turn roundings into differences that mutants could hide in
+    # few iterations: more would turn rounding errors into differences that mutants could hide in
     "Muon": (
         {"lr": 0.05, "ns_steps": 2, "weight_decay": 0.3, "momentum": 0.7},
         {"lr": 0.05, "ns_steps": 2, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "maximize": True},
@@ -191,7 +191,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.05, "alpha": 0.8, "eps": 0.3, "centered": True},
         {"lr": 0.05, "alpha": 0.8, "eps": 0.3, "centered": True, "momentum": 0.7, "lr_in_momentum": False},
     ),
-    # their scalars are float32, in which 1 - 0.999 is not what it is
+    # their scalars are float32, in which 1 - 0.999 is inexact
     "functional.adamw_": (
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9)},
         {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "betas": (0.4, 0.5), "amsgrad": True, "maximize": True},
@@ -218,7 +218,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 class Subject(NamedTuple):
-    """An optimizer with options: `number` of those that its name has, from 1."""
+    """An optimizer with one of its sets of options, the `number`-th, from 1."""
 
     name: str
     number: int
@@ -243,13 +243,13 @@ class Subject(NamedTuple):
         return {*options} <= _arguments(self.ours)
 
     def option(self, name: str) -> Any:
-        """What it is given, or what it is without being told."""
+        """The value that it is given, or its default."""
         found = inspect.signature(self.ours).parameters.get(name)
         return self.options.get(name, None if found is None else found.default)
 
     @property
     def jumps(self) -> bool:
-        """Whether a rounding may turn a whole step of an element to the other side."""
+        """Whether rounding may flip the sign of a whole step of an element."""
         return self.name in ("Lion", "Rprop", "rules", "plain numbers") or any(
             self.options.get(name) for name in ("cautious", "cautious_decay")
         )
@@ -260,7 +260,7 @@ def _arguments(cls: Callable) -> frozenset[str]:
     return frozenset(inspect.signature(cls).parameters)
 
 
-# what goes by another name elsewhere
+# names of references, where they differ
 _NAMES = {
     "npu.NpuFusedSGD": "SGD",
     "npu.NpuFusedAdam": "Adam",

@@ -13,10 +13,10 @@ def text_of(options: dict[str, Any]) -> str:
 
 
 class Work(NamedTuple):
-    """One row of the benchmark: an optimizer of ours, and whom it is timed beside.
+    """One row of the benchmark: one of our optimizers, and the peers that it is timed beside.
 
-    Peers that are found come by themselves; those that take long to start, and our own class without what this
-    row adds to it ("fusedstep.AdamW"), only where they are named here.
+    Peers that are found need not be named. `peers` names those that take long to start, and our own class
+    without what this row adds to it ("fusedstep.AdamW").
     """
 
     model: str
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
     @property
     def states(self) -> torch.dtype | str | None:
-        """How states are to be stored; None is as the parameters."""
+        """How states are to be stored; None: as the parameters."""
         return self.options.get("state_dtype", DTYPES[self.dtype][1] if self.dtype in DTYPES else None)
 
 
@@ -45,8 +45,8 @@ _NORMS: list[Row] = [
 _FUNCTIONAL: Row = ("functional.adamw_", {}, ("fusedstep.AdamW",))
 # unscale, look for infinities, clip, update, drop gradients
 _WHOLE: Row = ("AdamW", {"max_grad_norm": 1.0, "scaler": True}, ())
-# as torch's scaler calls one with fused=True, after a pass of its own that is not timed: gradients are unscaled
-# where they are, by one so that they last
+# as torch's scaler calls an optimizer with fused=True, after a pass of its own that is not timed: gradients are
+# unscaled in place, by 1 so that they do not shrink
 _UNSCALED: Row = ("AdamW", {"grad_scale": 1.0}, ())
 # what goes along with the update
 _ALONG: list[Row] = [
@@ -55,7 +55,7 @@ _ALONG: list[Row] = [
     ("AdamW", {"max_grad_norm": 1.0, "norm_type": math.inf}, ()),
     ("AdamW", {"max_grad_norm": 1.0, "skip_nonfinite": True, "statistics": True}, ()),
 ]
-# the same as DTensors, of which one rank holds everything
+# parameters as DTensors, on a single rank
 _SHARDED: list[Row] = [
     ("AdamW", {"sharded": True}, ("fusedstep.AdamW",)),
     ("AdamW", {"sharded": True, "max_grad_norm": 1.0}, ("fusedstep.AdamW",)),
@@ -101,7 +101,9 @@ _FAMILY: list[Row] = [
         ("AdamW", {"cautious": True}),
     )
 ]
-# of parameter and gradient, and of the states
+# torch's names of dtypes, and those of rows
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+# dtypes of parameter and gradient, and of states
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
     "fp16": (torch.float16, torch.float16),
@@ -135,7 +137,7 @@ GPU += [
 ]
 CPU += [Work("moe", "AdamW", {}, "fp32"), Work("400 tiny", "AdamW", {}, "fp32")]
 
-# who takes long to start, or is not the fastest of its package, is timed once
+# peers that take long to start, or are not the fastest of their package, are timed once
 _ASKED: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({}, "fp32", ("torch foreach", "torch compiled", "dion")),
     ({}, "bf16", ("torch foreach", "torch compiled")),

@@ -1,6 +1,6 @@
-"""Our optimizers in trainers that take them by code; most take a class or its path, see docs/recipes.
+"""Our optimizers in trainers that need code for it; most take a class or its path, see docs/recipes.
 
-    hugging_face    the arguments of a Hugging Face Trainer as those of an optimizer; TRL's and PEFT's too
+    hugging_face    turns arguments of a Hugging Face Trainer, or TRL's or PEFT's, into an optimizer's
     axolotl         a plugin, for the list under `plugins:`
     ms_swift        names for `--optimizer`
     llama_factory   names for `optim_config`, in its version 1

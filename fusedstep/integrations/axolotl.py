@@ -1,4 +1,4 @@
-"""A plugin for axolotl, which has no names for optimizers from elsewhere.
+"""A plugin for axolotl, which knows no optimizers of other packages by name.
 
 plugins: [fusedstep.integrations.axolotl.Plugin]
 fusedstep: {name: adamw, state_dtype: int8}
@@ -15,7 +15,7 @@ from .hugging_face import optimizer_cls_and_kwargs
 
 
 class FusedstepArgs(BaseModel):
-    """What a configuration file may hold for us: `name`, and options of that optimizer.
+    """Our entry of a configuration file: `name`, and options of that optimizer.
 
     >>> FusedstepArgs(fusedstep={"name": "lion"}).fusedstep
     {'name': 'lion'}
@@ -25,11 +25,11 @@ class FusedstepArgs(BaseModel):
 
 
 class Plugin(BasePlugin):
-    """Has axolotl train with one of ours, AdamW unless `fusedstep: {name: ...}` says otherwise.
+    """Has axolotl train with one of our optimizers: AdamW, or the one in `fusedstep: {name: ...}`.
 
     Learning rate, betas, eps and weight decay are axolotl's own entries. `max_grad_norm` is too, and clipping
-    moves into the step (see `fusedstep.integrations.hugging_face.optimizer_cls_and_kwargs`). `optimizer` is not
-    asked for.
+    moves into the step (see `fusedstep.integrations.hugging_face.optimizer_cls_and_kwargs`). `optimizer` is
+    ignored.
 
     >>> Plugin().get_input_args()
     'fusedstep.integrations.axolotl.FusedstepArgs'

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, TRL's, and others made of it: their arguments as those of our optimizers."""
+"""Arguments for our optimizers from those of Hugging Face's Trainer and its subclasses, such as TRL's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from ..registry import CLASSES, by_name
 from ..rules import Optimizer
 
-# what their configuration files and command lines may call an optimizer
+# begins the names of our optimizers in configuration files and on command lines
 PREFIX = "fused_"
 
 
@@ -16,17 +16,16 @@ def optimizer_cls_and_kwargs(
 ) -> tuple[type[Optimizer], dict[str, Any]]:
     """A Trainer's argument of this name, from its other arguments.
 
-    The learning rate is that of `args`, and so are betas and eps where the optimizer has them. What stands in
-    `args.optim_args` comes before these, and `options` before all. The weight decay stays with the Trainer, as
-    an option of its groups.
+    Learning rate, betas and eps are those of `args`, if the optimizer has them. `args.optim_args` overrides
+    these, and `options` overrides both. The weight decay stays with the Trainer, as an option of its groups.
 
-    The limit of the norm moves from `args.max_grad_norm`, which is set to 0, into the step, which clips while
-    it reads gradients. It stays where it is with DeepSpeed and FSDP, and if `options` has a `max_grad_norm`.
+    `args.max_grad_norm` moves into the step, which clips while it reads gradients, and is set to 0. It stays in
+    `args` with DeepSpeed and FSDP, and if `options` has a `max_grad_norm`.
 
     Args:
-        args: TrainingArguments, or what is made of them: SFTConfig, DPOConfig and others
+        args: TrainingArguments, or a subclass: SFTConfig, DPOConfig and others
         name: as `fusedstep.by_name` takes it; `fused_adamw` is adamw
-        options: of the optimizer; strings are understood
+        options: options of the optimizer; strings are understood
 
     >>> from transformers import TrainingArguments
     >>> args = TrainingArguments("out", learning_rate=1e-4, optim_args="statistics=true", use_cpu=True)
@@ -49,7 +48,7 @@ def optimizer_cls_and_kwargs(
 
 
 def names() -> dict[str, str]:
-    """What trainers may call our optimizers, and what `fusedstep.by_name` calls them.
+    """The names of our optimizers in trainers, and in `fusedstep.by_name`.
 
     >>> names()["fused_adamw"]
     'adamw'
@@ -58,7 +57,7 @@ def names() -> dict[str, str]:
 
 
 def _in_words(optim_args: Any) -> dict[str, Any]:
-    """`betas=(0.9, 0.95), eps=1e-6` as a dictionary of strings; a dictionary is one already."""
+    """`betas=(0.9, 0.95), eps=1e-6` as a dictionary of strings; a dictionary as it is."""
     if not optim_args or isinstance(optim_args, dict):
         return dict(optim_args or {})
     found: dict[str, str] = {}

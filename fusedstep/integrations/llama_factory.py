@@ -16,7 +16,7 @@ from .hugging_face import names
 
 
 def make(of: str, model: torch.nn.Module, config: Any) -> torch.optim.Optimizer:
-    """The optimizer of this name, over what a model trains; all of `config` but its name are options.
+    """The optimizer of this name for the parameters that a model trains; `config` has options and the name.
 
     >>> make("adamw", torch.nn.Linear(2, 1), {"name": "fused_adamw", "lr": "1e-4"}).defaults["lr"]
     0.0001

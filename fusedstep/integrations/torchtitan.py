@@ -1,4 +1,4 @@
-"""torchtitan's container of optimizers, which knows names of ours beside its own."""
+"""torchtitan's container of optimizers, which here knows our names, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..registry import by_name
 PREFIX = "fusedstep."
 if not hasattr(OptimizersContainer, "_resolve_optimizer_factory"):
     raise ImportError(
-        "this torchtitan finds its optimizers in another way than 0.3.0 does; use that version, or set "
+        "this torchtitan looks its optimizers up in another way than 0.3.0 does; use that version, or set "
         "container.optimizers yourself"
     )
 

@@ -1,7 +1,7 @@
-"""python -m fusedstep.npu script.py [arguments]: run a script written for torch_npu on the device that is here.
+"""python -m fusedstep.npu script.py [arguments]: run a script written for torch_npu on this machine's device.
 
 As `python script.py [arguments]` would: the same sys.argv, sys.path, __main__, exit code and traceback.
-Where there is a real torch_npu, that is all it does.
+If the real torch_npu is installed, that is all it does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(path: str, source: bytes) -> None:
-    """Run this source as the program, and leave it there: threads and exit handlers may still use it."""
+    """Run this source as the program, and keep its module: threads and exit handlers may still use it."""
     module = ModuleType("__main__")
     module.__file__, module.__loader__ = path, importlib.machinery.SourceFileLoader("__main__", path)
     sys.modules["__main__"] = module

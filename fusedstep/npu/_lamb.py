@@ -1,4 +1,4 @@
-"""`torch_npu.optim`'s LAMB: our passes over memory, with scalars of its own."""
+"""`torch_npu.optim`'s LAMB: our rule with other scalars."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def npu_lamb(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, adam):
         bias_correction=0.0,
         grad_averaging=1.0,
         always_adapt=1.0,
-        # both 1 with `adam`; without, as good as no bounds
+        # with `adam`, both are 1; without it, the bounds have no effect
         lowest=adam,
         highest=where(adam != 0, adam, 1e38),
         max_weight_norm=10.0,
@@ -39,7 +39,7 @@ def npu_lamb(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, adam):
 
 
 class NpuFusedLamb(FusedOptimizer):
-    r"""LAMB as Ascend has it, and `fusedstep.npu` says what differs.
+    r"""Ascend's LAMB; see `fusedstep.npu` for what differs from upstream.
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
@@ -48,8 +48,7 @@ class NpuFusedLamb(FusedOptimizer):
         p &\leftarrow p - \gamma\, \frac{\min(\lVert p \rVert, 10)}{\lVert u \rVert}\, u
 
     The trust ratio is 1 where either norm is 0. Unlike `fusedstep.Lamb`, which follows the paper and Apex,
-    this has no bias correction, no weight counts as larger than 10, and gradients are not clipped unless
-    asked for.
+    this has no bias correction, limits the norm of a parameter to 10, and clips gradients only if asked to.
 
     Args:
         params: parameters, named parameters or groups of them
@@ -58,8 +57,8 @@ class NpuFusedLamb(FusedOptimizer):
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         adam: whether the trust ratio is 1 everywhere
-        use_global_grad_norm: whether gradients are divided by their norm, over all groups, where it is above
-            1; upstream raises an error here
+        use_global_grad_norm: divide gradients by their norm over all groups, if that is above 1; upstream
+            raises an error here
         state_dtype, engine: see `fusedstep.optimizers`
 
     >>> import torch

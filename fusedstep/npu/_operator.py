@@ -12,7 +12,7 @@ from .. import functional
 from ..optimizers.parts import MOMENTS, decayed, direction, moments
 from ..rules import fma, power, rule, sqrt, where
 
-# what upstream's code calls the arguments that its document names otherwise
+# names of arguments in upstream's code, and in its document
 _OTHER_NAMES = {
     "param": "var",
     "exp_avg": "m",
@@ -69,10 +69,10 @@ def npu_apply_fused_adamw_v2(
 
     Args:
         var: the parameter, float32, float16 or bfloat16
-        grad: its gradient, any of the three
+        grad: its gradient, any of the three dtypes
         m, v: its moments, in the dtype of `var` or float32
-        max_grad_norm: the largest `v` so far, any of the three: no norm, despite its name. Only read, and
-            then written, with `amsgrad`; None otherwise
+        max_grad_norm: the largest `v` so far, any of the three dtypes; no norm, despite its name. Read and
+            written only with `amsgrad`; None otherwise
         step: which update this is, from 1; a number or a one-element tensor, which is only read
         lr, beta1, beta2, weight_decay, eps: :math:`\gamma, \beta_1, \beta_2, \lambda, \epsilon`
         amsgrad: divide by the largest `v` so far
@@ -131,9 +131,9 @@ def npu_apply_fused_ema_adamw(
 
     Args:
         grad: the gradient, float32, float16 or bfloat16
-        var: its parameter, any of the three
+        var: its parameter, any of the three dtypes
         m, v: its moments, in the dtype of `var` or float32
-        s: the average, any of the three
+        s: the average, any of the three dtypes
         step: which update this is, from 1; a number or a one-element tensor, which is only read
         lr, ema_decay, beta1, beta2: :math:`\gamma, \delta, \beta_1, \beta_2`
         eps: :math:`\epsilon`

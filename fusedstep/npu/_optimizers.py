@@ -1,4 +1,4 @@
-"""The classes of `torch_npu.optim` that are ours by another name: a signature, a choice of options."""
+"""The classes of `torch_npu.optim` that are ours with other names, signatures and options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..optimizers import SGD, Adam, AdamW, BertAdam
 
 
 class FusedOptimizer(Optimizer):
-    """What all classes of `torch_npu.optim` have beside an update."""
+    """What all classes of `torch_npu.optim` have besides an update."""
 
     is_fused_optimizer = True
 
@@ -25,7 +25,7 @@ class FusedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale all gradients down to `max_norm`, taken over all groups; returns the norm they had."""
+        """Scale all gradients down to `max_norm`, taken over all groups; returns their norm before."""
         params = [p for group in self.param_groups for p in group["params"]]
         return functional.clip_grad_norm_(params, max_norm, norm_type).to(torch.float32)
 
@@ -35,7 +35,7 @@ class NpuFusedAdam(FusedOptimizer, Adam):
 
     Args:
         params: parameters, named parameters or groups of them
-        lr, betas, eps, weight_decay, amsgrad: as of `fusedstep.Adam`
+        lr, betas, eps, weight_decay, amsgrad: as in `fusedstep.Adam`
         state_dtype, engine: see `fusedstep.optimizers`
 
     >>> import torch
@@ -70,7 +70,7 @@ class NpuFusedAdamW(FusedOptimizer, AdamW):
 
     Args:
         params: parameters, named parameters or groups of them
-        lr, betas, eps, weight_decay, amsgrad: as of `fusedstep.AdamW`
+        lr, betas, eps, weight_decay, amsgrad: as in `fusedstep.AdamW`
         state_dtype, engine: see `fusedstep.optimizers`
 
     >>> import torch
@@ -101,19 +101,19 @@ class NpuFusedAdamW(FusedOptimizer, AdamW):
 
 
 class NesterovError(ValueError, TypeError):
-    """Upstream's document promises a TypeError, its code raises a ValueError: a handler of either works."""
+    """Upstream documents a TypeError but raises a ValueError: handlers of either work."""
 
 
 class NpuFusedSGD(FusedOptimizer, SGD):
     """Stochastic gradient descent; see `fusedstep.SGD`, and `fusedstep.npu` for what differs.
 
-    A parameter whose first gradient comes late fills its momentum buffer then, undamped, as in torch.optim.
+    The first gradient of a parameter, even a late one, fills its momentum buffer undamped, as in torch.optim.
     Upstream has one "first" for all parameters.
 
     Args:
         params: parameters, named parameters or groups of them
         lr: learning rate; required, unless every group has its own
-        momentum, dampening, weight_decay, nesterov: as of `fusedstep.SGD`
+        momentum, dampening, weight_decay, nesterov: as in `fusedstep.SGD`
         state_dtype, engine: see `fusedstep.optimizers`
 
     >>> import torch
@@ -143,7 +143,7 @@ class NpuFusedSGD(FusedOptimizer, SGD):
                 f"nesterov=True needs momentum above 0 and dampening 0, not {momentum} and {dampening}; "
                 "set both so, or use nesterov=False"
             )
-        # no rate is an infinite one, which no group gets away with
+        # infinity stands for no rate, and is refused in every group
         rate = math.inf if lr is None else lr
         options = momentum, dampening, weight_decay, nesterov
         SGD.__init__(self, params, rate, *options, state_dtype=state_dtype, engine=engine)
@@ -159,17 +159,17 @@ class NpuFusedSGD(FusedOptimizer, SGD):
 
 
 class NpuFusedBertAdam(FusedOptimizer, BertAdam):
-    """Adam as BERT was trained with; see `fusedstep.BertAdam`, and `fusedstep.npu` for what differs.
+    """The Adam that BERT was trained with; see `fusedstep.BertAdam`, and `fusedstep.npu` for what differs.
 
-    Gradients are clipped by the norm of all gradients of one group and dtype, as upstream does; but a
-    group's own `max_grad_norm` holds, and `p.grad` stays as it is. "warmup_cosine" works after the warm-up,
+    Gradients are clipped by the norm of all gradients of one group and dtype, as in upstream; but a group may
+    have its own `max_grad_norm`, and `p.grad` does not change. "warmup_cosine" works after the warm-up,
     "warmup_poly" stays at 0 past the end, and a resumed run resumes its schedule.
 
-    As upstream, "warmup_linear" with `warmup=-1` starts at half the rate; `warmup=0` starts at all of it.
+    As in upstream, "warmup_linear" with `warmup=-1` starts at half the rate; `warmup=0` starts at all of it.
 
     Args:
         params: parameters, named parameters or groups of them
-        lr, warmup, t_total, schedule, b1, b2, e, weight_decay: as of `fusedstep.BertAdam`
+        lr, warmup, t_total, schedule, b1, b2, e, weight_decay: as in `fusedstep.BertAdam`
         max_grad_norm: the largest norm of a group's gradients; 0 or less: no limit
         state_dtype, engine: see `fusedstep.optimizers`
 
@@ -177,7 +177,7 @@ class NpuFusedBertAdam(FusedOptimizer, BertAdam):
     >>> from fusedstep.npu import NpuFusedBertAdam
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     >>> optimizer = NpuFusedBertAdam([p], lr=0.1, warmup=0.1, t_total=10)
-    >>> for _ in range(2):  # the first step of a warm-up goes nowhere
+    >>> for _ in range(2):  # the first step of a warm-up changes nothing
     ...     optimizer.zero_grad()
     ...     p.square().sum().backward()
     ...     optimizer.step()

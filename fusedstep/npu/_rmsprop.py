@@ -21,7 +21,7 @@ class NpuFusedAdadelta(FusedOptimizer, Adadelta):
 
     Args:
         params: parameters, named parameters or groups of them
-        lr, rho, eps, weight_decay: as of `fusedstep.Adadelta`
+        lr, rho, eps, weight_decay: as in `fusedstep.Adadelta`
         state_dtype, engine: see `fusedstep.optimizers`
 
     >>> import torch
@@ -53,7 +53,7 @@ class NpuFusedRMSprop(FusedOptimizer, RMSprop):
 
     Args:
         params: parameters, named parameters or groups of them
-        lr, alpha, eps, weight_decay, momentum, centered: as of `fusedstep.RMSprop`
+        lr, alpha, eps, weight_decay, momentum, centered: as in `fusedstep.RMSprop`
         state_dtype, engine: see `fusedstep.optimizers`
 
     >>> import torch
@@ -117,7 +117,7 @@ def rmsprop_tf_centered_momentum(
 
 
 def begun(p, g, v, step, alpha, weight_decay, decoupled_decay):
-    """Decay, by itself without the rate, and squares, which begin as 1."""
+    """Weight decay, which ignores the rate if it is decoupled, and squares, which start as 1."""
     g = decayed(p, g, where(decoupled_decay != 0, 0.0, weight_decay))
     v = where(step == 1, 1.0, v)
     return where(decoupled_decay != 0, 1 - weight_decay, 1.0) * p, g, fma(1 - alpha, g * g - v, v)
@@ -129,7 +129,7 @@ def pushed(p, b, u, lr, momentum, lr_in_momentum):
 
 
 class NpuFusedRMSpropTF(FusedOptimizer):
-    r"""RMSprop as TensorFlow has it, and `fusedstep.npu` says what differs from upstream.
+    r"""TensorFlow's RMSprop; see `fusedstep.npu` for what differs from upstream.
 
     .. math::
         v &\leftarrow v + (1 - \alpha) (g^2 - v) \qquad (v = 1 \text{ at first}) \\
@@ -140,12 +140,12 @@ class NpuFusedRMSpropTF(FusedOptimizer):
         params: parameters, named parameters or groups of them
         lr: learning rate :math:`\gamma`, a number or a one-element tensor
         alpha: :math:`\alpha`
-        eps: :math:`\epsilon`, below the root
+        eps: :math:`\epsilon`, inside the root
         weight_decay: added to the gradient
         momentum: :math:`\mu`; with 0 there is no buffer
-        centered: take the square of a mean of gradients off :math:`v`
+        centered: subtract the square of the mean gradient from :math:`v`
         decoupled_decay: multiply parameters by 1 - `weight_decay` instead, without the rate
-        lr_in_momentum: the buffer holds updates with their rates; if False, without
+        lr_in_momentum: the buffer holds updates times their rates; if False, updates alone
         state_dtype, engine: see `fusedstep.optimizers`
 
     >>> import torch

@@ -1,12 +1,12 @@
-"""Modules in the place of `torch_npu` and `mindspeed`, and "npu" as a name for the device that is here.
+"""Stand-ins for the modules `torch_npu` and `mindspeed`, and "npu" as a name for this machine's device.
 
     the modules  sys.modules gets the names that scripts import; `torch.npu` forwards to torch.cuda or torch.cpu
     the device   "npu" and "npu:1" become "cuda" and "cuda:1", or "cpu", in every call that torch lets a
-                 function mode see: torch.device, factory functions, .to. What it does not see is wrapped
+                 function mode see: torch.device, factory functions, .to. Other calls are wrapped
     methods      tensor.npu(), module.npu(), tensor.is_npu
 
-A tensor says of its device what is true: `x.device.type` is "cuda" or "cpu". Modes are of one thread: in
-others, use devices that were made in the main one. For a process of its own: nothing is ever undone.
+A tensor reports its real device: `x.device.type` is "cuda" or "cpu". A mode covers one thread: in others, use
+devices that were made in the main one. Nothing is ever undone, so use this in a process of its own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def here(device: Any) -> Any:
-    """The device that is meant by the name of an NPU; anything else as it is.
+    """The device that the name of an NPU stands for; anything else as it is.
 
     >>> here("npu").partition(":")[0] == here("npu:0").partition(":")[0] == DEVICE, here("cpu"), here(3)
     (True, 'cpu', 3)
@@ -98,7 +98,7 @@ def _restored(storage: Any, location: str) -> Any:
 
 
 def _npu(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """On the NPU, as `cuda()` would do it."""
+    """Move to the NPU, as `cuda()` moves to a GPU."""
     device = "npu" if device is None else f"npu:{device}" if isinstance(device, int) else device
     return self.to(here(device), non_blocking=non_blocking)
 
@@ -125,7 +125,7 @@ def _torch_npu_module() -> Any:
 
     def forward(name: str) -> Any:
         try:
-            # its file, for one, is not ours
+            # names such as __file__ are not forwarded
             return getattr(backend, "" if name.startswith("__") else name)
         except AttributeError:
             message = (
@@ -151,7 +151,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's, with the arguments of torch_npu's: both leave gradients unscaled."""
+    """torch's GradScaler with the arguments of torch_npu's: both leave gradients unscaled."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class autocast(torch.amp.autocast):
-    """torch's, for the device that is here."""
+    """torch's autocast, for this machine's device."""
 
     def __init__(
         self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True

@@ -33,7 +33,7 @@ class Adadelta(Optimizer):
         params: parameters, named parameters or groups of them
         lr: learning rate :math:`\gamma`, a number or a one-element tensor
         rho: :math:`\rho`
-        eps: :math:`\epsilon`, below both roots
+        eps: :math:`\epsilon`, inside both roots
         weight_decay: :math:`\lambda`, added to the gradient
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 

@@ -26,14 +26,14 @@ class Adagrad(Optimizer):
         s &\leftarrow s + g^2 \\
         p &\leftarrow p - \frac{\gamma}{1 + (t - 1) \eta}\, \frac{g}{\sqrt{s} + \epsilon}
 
-    `sum` is made with the first gradient, as all states here; torch's is there at once. Gradients are dense.
+    `sum` is allocated at the first gradient, as all states here; torch's at once. Gradients must be dense.
 
     Args:
         params: parameters, named parameters or groups of them
         lr: learning rate :math:`\gamma`, a number or a one-element tensor
         lr_decay: :math:`\eta`
         weight_decay: :math:`\lambda`, added to the gradient
-        initial_accumulator_value: what :math:`s` begins as
+        initial_accumulator_value: initial value of :math:`s`
         eps: :math:`\epsilon`
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 

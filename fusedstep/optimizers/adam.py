@@ -55,7 +55,7 @@ def adamw_cautious(p, g, m, v, *, step, numel, lr, beta1, beta2, eps, weight_dec
 
 
 def corrected(lr, corrected_decay, peak_lr):
-    """The rate that weights decay by."""
+    """The learning rate that weight decay uses."""
     return where(corrected_decay != 0, lr * lr / peak_lr, lr)
 
 
@@ -76,8 +76,8 @@ class Adam(Optimizer):
         weight_decay: :math:`\lambda`, added to the gradient
         amsgrad: divide by the largest `v` so far
         decoupled_weight_decay: decay the parameter instead, as AdamW does
-        cautious: leave out of an update what goes against the gradient (Liang et al., 2024)
-        corrected_decay, peak_lr: of decoupled decay; see `AdamW`
+        cautious: leave out elements of an update that go against the gradient (Liang et al., 2024)
+        corrected_decay, peak_lr: for decoupled decay; see `AdamW`
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
@@ -112,7 +112,7 @@ class Adam(Optimizer):
         check_tensors_allowed(arguments)
         arguments["betas"] = tuple(map(as_scalar, arguments["betas"]))
         if arguments.get("corrected_decay") and arguments.get("peak_lr") is None:
-            # a copy: schedulers fill a tensor where it is
+            # a copy: schedulers fill a tensor in place
             lr = arguments["lr"]
             arguments["peak_lr"] = lr.detach().clone() if isinstance(lr, Tensor) else lr
 
@@ -154,9 +154,9 @@ class AdamW(Adam):
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         amsgrad: divide by the largest `v` so far
-        cautious: leave out of an update what goes against the gradient (Liang et al., 2024)
-        corrected_decay: decay by :math:`\gamma^2 / \gamma_\text{max}` instead of :math:`\gamma`, so that norms
-            stay what they are when the rate falls (Defazio, Why Gradients Rapidly Increase Near the End of
+        cautious: leave out elements of an update that go against the gradient (Liang et al., 2024)
+        corrected_decay: decay by :math:`\gamma^2 / \gamma_\text{max}` instead of :math:`\gamma`, so that
+            norms of weights hold when the rate falls (Defazio, Why Gradients Rapidly Increase Near the End of
             Training, 2025)
         peak_lr: :math:`\gamma_\text{max}`, the largest rate of the schedule; None: the constructor's `lr`
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`

@@ -33,7 +33,7 @@ class Adan(Optimizer):
         p &\leftarrow \frac{1}{1 + \gamma \lambda} \Big( p - \gamma\, \frac{m / (1 - \beta_1^t)
             + \beta_2\, q / (1 - \beta_2^t)}{\sqrt{v / (1 - \beta_3^t)} + \epsilon} \Big)
 
-    Numbers and states are those of the paper's code, as timm has it.
+    Results and states are those of the paper's code, as in timm.
 
     Args:
         params: parameters, named parameters or groups of them

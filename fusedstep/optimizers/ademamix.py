@@ -15,7 +15,7 @@ from .parts import MOMENTS, moments
 def ademamix(p, g, m, v, s, *, step, lr, beta1, beta2, beta3, eps, weight_decay, alpha, t_alpha_beta3):
     # how much of the warm-up is over
     part = where(t_alpha_beta3 > 0, minimum(step / where(t_alpha_beta3 > 0, t_alpha_beta3, 1.0), 1.0), 1.0)
-    # half-lives, which rise in a straight line; that of 0 is 0
+    # half-lives, which rise linearly; that of 0 is 0
     slow = exp(1 / ((1 - part) / log(beta1) + part / log(beta3)))
     m, v = moments(g, m, v, beta1, beta2)
     s = mix(s, g, where(part < 1, minimum(slow, beta3), beta3))
@@ -25,7 +25,7 @@ def ademamix(p, g, m, v, s, *, step, lr, beta1, beta2, beta3, eps, weight_decay,
 
 
 class AdEMAMix(Optimizer):
-    r"""AdamW with a second momentum that remembers ten thousands of steps.
+    r"""AdamW with a second momentum that remembers tens of thousands of steps.
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) g, \quad s \leftarrow \beta_3 s + (1 - \beta_3) g, \quad
@@ -33,7 +33,7 @@ class AdEMAMix(Optimizer):
         p &\leftarrow (1 - \gamma \lambda)\, p - \gamma\, \frac{m / (1 - \beta_1^t) + \alpha s}{
             \sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    Numbers are those of the paper's code, with decoupled decay.
+    Results are those of the paper's code, with decoupled decay.
 
     Args:
         params: parameters, named parameters or groups of them
@@ -42,8 +42,8 @@ class AdEMAMix(Optimizer):
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         alpha: :math:`\alpha`
-        t_alpha_beta3: over so many steps :math:`\alpha` rises from 0, and :math:`\beta_3` from :math:`\beta_1`;
-            None: at once
+        t_alpha_beta3: number of steps over which :math:`\alpha` rises from 0, and :math:`\beta_3` from
+            :math:`\beta_1`; None: no warm-up
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep

@@ -23,7 +23,7 @@ def adopt(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, decouple, cl
 
 
 class ADOPT(Optimizer):
-    r"""Adam that converges with any :math:`\beta_2`: a gradient is divided by the moment of those before it.
+    r"""Adam that converges with any :math:`\beta_2`: it divides a gradient by the moment of earlier ones.
 
     .. math::
         u &\leftarrow \operatorname{clip}\big(g / \max(\sqrt{v}, \epsilon),\ (t - 1)^{c}\big) \\
@@ -31,8 +31,8 @@ class ADOPT(Optimizer):
         p &\leftarrow p - \gamma\, m \\
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2
 
-    The first step only fills :math:`v`. Numbers are those of the paper's code, which reads the step count on
-    the host.
+    The first step only fills :math:`v`. Results are those of the paper's code, which reads the step count
+    back to the host.
 
     Args:
         params: parameters, named parameters or groups of them

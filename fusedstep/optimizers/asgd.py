@@ -28,14 +28,14 @@ class ASGD(Optimizer):
         a &\leftarrow a + \mu\, (p - a) \\
         \eta &\leftarrow \gamma / (1 + \lambda \gamma t)^\alpha, \qquad \mu \leftarrow 1 / \max(1, t - t_0)
 
-    As torch's, a step uses :math:`\eta` and :math:`\mu` of the step before.
+    As in torch, a step uses :math:`\eta` and :math:`\mu` of the step before.
 
     Args:
         params: parameters, named parameters or groups of them
         lr: learning rate :math:`\gamma`, a number or a one-element tensor
         lambd: :math:`\lambda`
         alpha: :math:`\alpha`
-        t0: :math:`t_0`, after which the average, state `ax`, begins
+        t0: :math:`t_0`, the step after which the average, state `ax`, begins
         weight_decay: :math:`\kappa`, added to the gradient
         max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
@@ -64,5 +64,5 @@ class ASGD(Optimizer):
 
     def check_arguments(self, arguments: dict[str, Any]) -> None:
         check_lr(arguments["lr"])
-        # lambd and alpha as torch does from version 2.15 on
+        # torch checks lambd and alpha from version 2.15 on
         check_not_negative(arguments, "lambd", "alpha", "weight_decay")

@@ -1,4 +1,4 @@
-"""Adam as BERT was trained with."""
+"""The Adam that BERT was trained with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..rules import Optimizer, cos, fma, for_all, keyword, rule, sqrt, where
 from .checks import check_adam
 from .parts import MOMENTS, direction, larger, squares
 
-# as options name them; `scheduled` knows them by their position here
+# names of options; `scheduled` takes their positions
 SCHEDULES = ("warmup_constant", "warmup_linear", "warmup_poly", "warmup_cosine")
 
 
@@ -31,7 +31,7 @@ def scheduled(x, warmup, schedule):
 
 
 class BertAdam(Optimizer):
-    r"""Adam as BERT was trained with: clipped, without bias correction, with a schedule of its own.
+    r"""The Adam that BERT was trained with: clipped, without bias correction, with a schedule of its own.
 
     .. math::
         g &\leftarrow g \cdot \min(1, c / (\lVert g \rVert + 10^{-6})) \\
@@ -54,22 +54,22 @@ class BertAdam(Optimizer):
     Args:
         params: parameters, named parameters or groups of them
         lr: learning rate :math:`\gamma`, a number or a one-element tensor
-        warmup: :math:`w`, as a fraction of all steps. 0: none. -1, the default, means none as well to
-            every schedule but "warmup_linear", which then starts at half the rate: it is NVIDIA's formula
+        warmup: :math:`w`, as a fraction of all steps. 0: none. -1, the default, also means none to
+            every schedule but "warmup_linear", which then starts at half the rate, by NVIDIA's formula
         t_total: :math:`T`, the number of all steps; -1: no schedule
         schedule: "warmup_linear", "warmup_constant", "warmup_poly" or "warmup_cosine"
         b1, b2: :math:`\beta_1` and :math:`\beta_2`
         e: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         max_grad_norm: :math:`c`; 0 or less: no limit
-        clip_scope: the gradients a norm is taken over: "tensor", each its own, as NVIDIA's class does;
-            "group", all of one group and dtype, as Ascend's does; "global", all of them
+        clip_scope: which gradients share a norm: "tensor", none, as in NVIDIA's class; "group", those of one
+            group and dtype, as in Ascend's; "global", all
         maximize, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
     >>> p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     >>> optimizer = fusedstep.BertAdam([p], lr=0.1, warmup=0.1, t_total=10, max_grad_norm=1.0)
-    >>> for _ in range(2):  # the first step of a warm-up goes nowhere
+    >>> for _ in range(2):  # the first step of a warm-up changes nothing
     ...     optimizer.zero_grad()
     ...     p.square().sum().backward()
     ...     optimizer.step()
@@ -93,7 +93,7 @@ class BertAdam(Optimizer):
 
     rule = bert_adam
     words: ClassVar = {"schedule": SCHEDULES}
-    # NVIDIA's class
+    # names of states in NVIDIA's class
     aliases: ClassVar = {"next_m": "exp_avg", "next_v": "exp_avg_sq"}
 
     def check(self, options: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""What options may be. Of torch.optim's classes the errors are torch.optim's, word for word: handlers and tests
-depend on them.
+"""Checks of options. Classes that torch.optim has raise its errors, word for word: handlers and tests depend on
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_not_negative(options: dict[str, Any], *names: str) -> None:
 
 
 def is_tuple_of(count: int, value: Any) -> bool:
-    """Whether an option is so many values: a tuple, or whatever a configuration file makes of one."""
+    """Whether an option has this many values: a tuple, or what a configuration file makes of one."""
     is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     return is_sequence and not isinstance(value, (str, Tensor, dict)) and len(value) == count
 
@@ -60,5 +60,5 @@ def check_tensors_allowed(options: dict[str, Any]) -> None:
 
 
 def as_scalar(value: Any) -> Any:
-    """A tensor of one element without dimensions."""
+    """A tensor of one element without its dimensions; anything else as it is."""
     return value.squeeze() if isinstance(value, Tensor) and value.dim() > 0 else value

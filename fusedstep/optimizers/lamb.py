@@ -41,13 +41,13 @@ def lamb(
 
 
 def trust(weight, update, lowest, highest, max_weight_norm):
-    """How much larger a tensor is than its update."""
+    """The norm of a tensor over that of its update, within bounds."""
     ratio = smaller(weight, max_weight_norm) / update
     return where(weight * update > 0, smaller(larger(ratio, lowest), highest), 1.0)
 
 
 class Lamb(Optimizer):
-    r"""LAMB: Adam whose update is scaled, tensor by tensor, to the size of the tensor; as Apex's FusedLAMB.
+    r"""LAMB: Adam that scales each update to the norm of its parameter; as Apex's FusedLAMB.
 
     .. math::
         g &\leftarrow g \cdot \min(1, c / \lVert g \rVert) \\
@@ -65,11 +65,11 @@ class Lamb(Optimizer):
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         bias_correction: whether to divide by :math:`1 - \beta^t`
-        grad_averaging: whether `m` takes :math:`1 - \beta_1` of a gradient, or all of it
+        grad_averaging: add :math:`1 - \beta_1` times the gradient to `m`; if False, all of it
         max_grad_norm: :math:`c`, over all gradients together; None, 0 or less: no limit
         trust_bounds: the smallest and the largest trust ratio
-        max_weight_norm: what :math:`\lVert p \rVert` counts as at most
-        always_adapt: scale the update of every tensor; if False, where `weight_decay` is 0 the ratio is 1
+        max_weight_norm: upper limit of :math:`\lVert p \rVert` in the ratio
+        always_adapt: scale the update of every tensor; if False, the ratio is 1 where `weight_decay` is 0
         maximize, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep

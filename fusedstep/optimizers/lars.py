@@ -26,7 +26,7 @@ def lars_momentum(
 
 
 def adapted(p, g, lr, weight_decay, trust_coeff, eps, trust_clip):
-    """A gradient of the size of its tensor."""
+    """A gradient scaled to the norm of its parameter."""
     weight, size = sqrt(total(p * p)), sqrt(total(g * g))
     ratio = where(weight * size > 0, trust_coeff * weight / (size + weight * weight_decay + eps), 1.0)
     ratio = report("trust_ratio", where(trust_clip != 0, minimum(ratio / lr, 1.0), ratio))
@@ -34,7 +34,7 @@ def adapted(p, g, lr, weight_decay, trust_coeff, eps, trust_clip):
 
 
 class LARS(Optimizer):
-    r"""SGD whose gradients are scaled, tensor by tensor, to the size of the tensor; as timm's Lars.
+    r"""SGD that scales each gradient to the norm of its parameter; as timm's Lars.
 
     .. math::
         g &\leftarrow \tau\, \frac{\lVert p \rVert}{\lVert g \rVert + \lambda \lVert p \rVert + \epsilon}\,
@@ -53,8 +53,8 @@ class LARS(Optimizer):
         nesterov: look ahead; needs momentum and no dampening
         trust_coeff: :math:`\tau`
         eps: :math:`\epsilon`
-        trust_clip: no ratio above `lr`, as LARC has it
-        always_adapt: scale gradients also where `weight_decay` is 0; if False, that is SGD
+        trust_clip: limit the ratio to `lr`, as LARC does
+        always_adapt: scale gradients also where `weight_decay` is 0; if False, SGD steps these groups
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep

@@ -24,21 +24,21 @@ def lion_cautious(p, g, m, *, numel, lr, beta1, beta2, weight_decay):
 
 
 class Lion(Optimizer):
-    r"""Lion: steps of one size, in the direction of a momentum; half of Adam's states.
+    r"""Lion: steps of equal size, by the sign of a momentum; half of Adam's states.
 
     .. math::
         p &\leftarrow (1 - \gamma \lambda)\, p - \gamma\, \operatorname{sign}(\beta_1 m + (1 - \beta_1) g) \\
         m &\leftarrow \beta_2 m + (1 - \beta_2) g
 
-    Numbers, state and defaults are lion-pytorch's. Take a third to a tenth of AdamW's `lr`, and as much more of
-    its `weight_decay`.
+    Results, state and defaults are lion-pytorch's. Use a third to a tenth of AdamW's `lr`, and three to ten
+    times its `weight_decay`.
 
     Args:
         params: parameters, named parameters or groups of them
         lr: learning rate :math:`\gamma`, a number or a one-element tensor
         betas: :math:`\beta_1` and :math:`\beta_2`
         weight_decay: :math:`\lambda`
-        cautious: leave out of an update what goes against the gradient (Liang et al., 2024)
+        cautious: leave out elements of an update that go against the gradient (Liang et al., 2024)
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep

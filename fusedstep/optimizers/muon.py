@@ -26,7 +26,7 @@ from ..rules import (
 from .checks import check_betas, check_not_negative, is_tuple_of
 from .parts import MOMENTS, adamw_step
 
-# how much larger the rate is for a matrix of so many rows and columns
+# factors of the rate, by the rows and columns of a matrix
 _ADJUSTMENTS = {
     "original": lambda rows, columns: sqrt(maximum(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(maximum(rows, columns)),
@@ -62,7 +62,7 @@ class Muon(Optimizer):
         O &\leftarrow U V^\top \text{ of } u = U S V^\top, \text{ approximately} \\
         p &\leftarrow (1 - \gamma \lambda) p - \gamma\, r(\text{rows}, \text{columns})\, O
 
-    For the matrices of hidden layers. Other parameters take AdamW, in groups with `use_muon=False`;
+    For the matrices of hidden layers. AdamW steps other parameters, in groups with `use_muon=False`;
     `fusedstep.muon_groups` makes the groups of a model.
 
     Args:
@@ -71,25 +71,25 @@ class Muon(Optimizer):
         weight_decay: :math:`\lambda`
         momentum: :math:`\mu`
         nesterov: look ahead by one step
-        ns_coefficients: of the iterations that orthogonalise: three numbers, three for each iteration, or
-            "keller" or "polar_express"
-        eps: the least that a matrix is divided by, instead of its norm; of groups with `use_muon=False`, Adam's
-        ns_steps: how many iterations
+        ns_coefficients: coefficients of the iterations that orthogonalise: three numbers, three for each
+            iteration, "keller" or "polar_express"
+        eps: a matrix is divided by its norm, but not by less than this; with `use_muon=False`, Adam's eps
+        ns_steps: number of iterations
         adjust_lr_fn: :math:`r`: "original", the root of rows / columns but at least 1; "match_rms_adamw", 0.2
-            times the root of the larger of both, for rates that AdamW was tuned with; "spectral_unclamped", the
+            times the root of the larger of the two, for rates tuned for AdamW; "spectral_unclamped", the
             root of rows / columns. None: "original"
-        flatten: whether all dimensions but the first are columns, as of a convolution, or tensors are batches
-            of matrices. None: batches, and more than three dimensions raise
-        num_heads: orthogonalise so many blocks of rows each by itself, as of a projection of several heads
-        split_sizes: the same for blocks of so many rows each, as of queries, keys and values in one projection
-        normalize_rows: divide each row by the root of its mean square, of which so much is kept from step to
-            step, 0.95 for example (Li et al., NorMuon, 2025). None: do not
-        cautious_decay: decay only what the update does not make larger
+        flatten: True: all dimensions but the first are columns, as for a convolution; False: tensors are
+            batches of matrices. None: batches, and more than three dimensions raise
+        num_heads: orthogonalise this many blocks of rows separately, as for a projection of several heads
+        split_sizes: orthogonalise blocks of these sizes separately, as for queries, keys and values together
+        normalize_rows: divide each row by the root of its mean square, averaged over steps with this decay,
+            0.95 for example (Li et al., NorMuon, 2025). None: do not
+        cautious_decay: decay only elements that the update does not make larger
         use_muon: False in groups that AdamW steps, with `betas`
         workspace_bytes: memory for orthogonalising, on every device
-        divide_among: a process group of ranks that have the same parameters and gradients, as with DDP, and
-            orthogonalise some of the matrices each. Of DTensors that are cut along dimension 0, as FSDP2's,
-            each rank puts together some in any case; of those that are cut otherwise, every rank all
+        divide_among: a process group of ranks with the same parameters and gradients, as with DDP, each of
+            which then orthogonalises some of the matrices. DTensors cut along dimension 0, as FSDP2's, are
+            always divided among their ranks; of those cut otherwise, every rank orthogonalises all
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
@@ -161,7 +161,7 @@ class Muon(Optimizer):
         for p in group["params"] if self.option(group, "use_muon") else ():
             dims = 3 if self.option(group, "flatten") is None else 9
             if not 2 <= p.dim() <= dims:
-                # as torch says it, and what to do
+                # torch's message, and what to do
                 self.param_groups.pop()
                 raise ValueError(
                     f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}; "
@@ -184,7 +184,7 @@ class Muon(Optimizer):
 
 
 def _coefficients(given: Any, steps: int) -> tuple[tuple[float, float, float], ...]:
-    """Three for each of so many iterations."""
+    """Three coefficients for each iteration."""
     if not isinstance(steps, int) or not 0 < steps < 100:
         raise ValueError(
             f"Number of steps must be less than 100 for computational efficiency; found ns_steps={steps!r}, "

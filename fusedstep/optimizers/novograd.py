@@ -42,7 +42,7 @@ def stepped(p, g, m, norm, step, lr, beta1, beta2, eps, weight_decay, bias_corre
 
 
 class NovoGrad(Optimizer):
-    r"""NovoGrad: Adam with one second moment for a whole tensor; by the source of Apex's FusedNovoGrad.
+    r"""NovoGrad: Adam with one second moment for a whole tensor; follows the source of Apex's FusedNovoGrad.
 
     .. math::
         n &\leftarrow \beta_2 n + (1 - \beta_2) \lVert g \rVert^2
@@ -52,7 +52,7 @@ class NovoGrad(Optimizer):
             + \lambda p \Big)
 
     :math:`n` is a single number, state `exp_avg_sq` of each parameter; Apex keeps its root in the group.
-    Apex calls `norm_type` what is `by_largest` here: `norm_type` is what gradients are clipped by.
+    `by_largest` is Apex's `norm_type`: here, `norm_type` is the norm that gradients are clipped by.
 
     Args:
         params: parameters, named parameters or groups of them
@@ -61,10 +61,10 @@ class NovoGrad(Optimizer):
         betas: :math:`\beta_1` and :math:`\beta_2`
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
-        reg_inside_moment: divide and decay gradients before the moment takes them, as the paper has it
-        grad_averaging: whether `m` takes :math:`1 - \beta_1` of a gradient, or all of it
-        by_largest: the norm of a gradient is its largest element
-        init_zero: :math:`n` begins as 0
+        reg_inside_moment: divide and decay gradients before `m` averages them, as the paper does
+        grad_averaging: add :math:`1 - \beta_1` times the gradient to `m`; if False, all of it
+        by_largest: use the largest element of a gradient as its norm
+        init_zero: start :math:`n` at 0
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
@@ -98,4 +98,6 @@ class NovoGrad(Optimizer):
         check_betas(options["betas"])
         check_not_negative(options, "weight_decay")
         if not options["eps"] > 0:
-            raise ValueError(f"Invalid epsilon value: {options['eps']}; a gradient of zeros is divided by it")
+            raise ValueError(
+                f"Invalid epsilon value: {options['eps']}; use one above 0: gradients of 0 are divided by it"
+            )

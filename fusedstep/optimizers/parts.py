@@ -41,13 +41,13 @@ def descended(p, m, v, step, lr, beta1, beta2, eps):
 
 
 def adamw_step(p, g, m, v, decay, step, lr, beta1, beta2, eps):
-    """AdamW, by how much it decays the parameter."""
+    """A step of AdamW that first scales the parameter by 1 - `decay`."""
     m, v = moments(g, m, v, beta1, beta2)
     return descended((1 - decay) * p, m, v, step, lr, beta1, beta2, eps), m, v
 
 
 def cautious(u, g, numel):
-    """An update without what goes against the gradient, and larger for that.
+    """The elements of an update that agree with the gradient, scaled up to make up for the others.
 
     Liang et al., Cautious Optimizers: Improving Training with One Line of Code, 2024.
     """

@@ -50,21 +50,21 @@ def prodigy(
     s = fma(d / d0 * where(safeguard_warmup != 0, d, rate), g, keep * s)
     moved = d / d0 * rate * total_over_all(g * (start - p))
     numerator, denominator = fma(keep, numerator, moved), total_over_all(abs(s))
-    # without gradients nothing is known
+    # without gradients there is no estimate
     is_taken = denominator > 0
     found = d_coef * numerator / where(is_taken, denominator, 1.0)
     d_max = where(is_taken, maximum(d_max, found), d_max)
     grown = minimum(d_max, where(d == d0, maximum(d, found), d) * growth_rate)
     d = where(is_taken, grown, d)
     decay = where(decouple != 0, 1 - rate * weight_decay, 1.0)
-    # as prodigyopt, which keeps no momentum then
+    # as prodigyopt does, which then keeps no momentum
     u = where(beta1 == 0, d * g, m)
     new = fma(-rate, u / fma(d, eps, sqrt(v)), decay * p)
     return where(is_taken, new, p), m, v, s, start, d, d_max, numerator, k + where(is_taken, 1.0, 0.0)
 
 
 class Prodigy(Optimizer):
-    r"""AdamW that finds its learning rate: the distance to go, estimated from the way so far.
+    r"""AdamW that estimates its learning rate: the distance to go, from the way so far.
 
     .. math::
         r &\leftarrow \sqrt{\beta_2}\, r + \frac{\gamma d^2}{d_0} \langle g, p_0 - p \rangle, \quad
@@ -73,24 +73,24 @@ class Prodigy(Optimizer):
         d' &\leftarrow \max(d, r / \lVert s \rVert_1) \\
         p &\leftarrow (1 - \gamma d \lambda)\, p - \gamma d\, \frac{m}{\sqrt{v} + d' \epsilon}
 
-    Scalar product and norm are over all parameters. The estimate is `d` of every group, a tensor; nothing is
-    read on the host, where prodigyopt reads two numbers of each parameter. `s` and `p0` have the shape of their
-    parameter. All groups should have the same `lr`. Parameters that are trained later belong into a group that
-    is added then: one that is frozen at first begins with `d0` when it is not.
+    Scalar product and norm are over all parameters. Every group holds the estimate as a tensor, `d`. The host
+    reads nothing back; prodigyopt reads two numbers of each parameter. `s` and `p0` have the shape of their
+    parameter. All groups should have the same `lr`. Add parameters that are trained later as a new group: a
+    group that is frozen at first starts from `d0` when it is unfrozen.
 
     Args:
         params: parameters, named parameters or groups of them
         lr: :math:`\gamma`, a factor: leave it at 1, and have a schedule lower it
         betas: :math:`\beta_1` and :math:`\beta_2`
-        beta3: of what estimates the distance; None: the root of :math:`\beta_2`
+        beta3: decay of the sums that estimate the distance; None: the root of :math:`\beta_2`
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
         decouple: decay parameters, as AdamW does; False: add to the gradient
-        use_bias_correction: as Adam has it
-        safeguard_warmup: leave `lr` out of the estimate while it warms up
-        d0: :math:`d_0`, the first estimate; small
+        use_bias_correction: correct biases as Adam does
+        safeguard_warmup: leave `lr` out of :math:`s`, for schedules with a warm-up
+        d0: :math:`d_0`, the first estimate, a small number
         d_coef: a factor of the estimate
-        growth_rate: how much that may grow at a step
+        growth_rate: the largest factor that the estimate may grow by in a step
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
@@ -131,7 +131,7 @@ class Prodigy(Optimizer):
         super().add_param_group(param_group)
         first, new = self.param_groups[0], self.param_groups[-1]
         for name in _GROUP.values():
-            # one estimate for all: a group that comes later goes on from it
+            # one estimate for all: a group that is added later continues from it
             new[name] = first[name].detach().clone() if isinstance(first[name], Tensor) else first[name]
 
     def number(self, option: str, value: Any) -> Any:

@@ -24,7 +24,7 @@ def radam(p, g, m, v, *, step, lr, beta1, beta2, eps, weight_decay, decoupled_we
 
 
 class RAdam(Optimizer):
-    r"""Adam that waits for its second moment to be known; a drop-in for `torch.optim.RAdam`.
+    r"""Adam that ignores its second moment until that is reliable; a drop-in for `torch.optim.RAdam`.
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) g \\

@@ -59,8 +59,8 @@ class RMSprop(Optimizer):
         alpha: :math:`\alpha`
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`, added to the gradient
-        momentum: of the updates; with 0 there is no buffer
-        centered: divide by the standard deviation, the root of :math:`v` less the square of a mean of gradients
+        momentum: momentum of the updates; with 0 there is no buffer
+        centered: divide by the standard deviation, the root of :math:`v` minus the square of the mean gradient
         max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep

@@ -21,14 +21,14 @@ def rprop(p, g, before, s, *, step, lr, shrink, grow, lowest, highest):
 class Rprop(Optimizer):
     r"""Resilient backpropagation; a drop-in for `torch.optim.Rprop`.
 
-    Every element has a step size of its own, which grows while its gradient keeps its sign, and shrinks when
-    that turns; then the element waits for a step.
+    Every element has its own step size: it grows while the gradient keeps its sign, and shrinks when the sign
+    changes; the element then skips a step.
 
     Args:
         params: parameters, named parameters or groups of them
         lr: the first step size
-        etas: what a step size is multiplied by: to shrink, and to grow
-        step_sizes: the smallest and the largest one
+        etas: factors that shrink and grow a step size
+        step_sizes: the smallest and the largest step size
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep

@@ -59,10 +59,10 @@ def warmed_up(k, highest, lr, warmup_steps):
 
 
 def averaged(k, weight_sum, highest, r, weight_lr_power):
-    """How much of the average this step is, and what all steps so far count together."""
+    """The share of this step in the average, and the weight of all steps so far."""
     weight = power(k + 1, r) * power(highest, weight_lr_power)
     weight_sum = weight_sum + weight
-    # of a rate of 0 nothing has counted yet
+    # while the rate is 0, no step has any weight
     return where(weight_sum > 0, weight / where(weight_sum > 0, weight_sum, 1.0), 0.0), weight_sum
 
 
@@ -72,10 +72,10 @@ def moved(y, z, u, momentum, rate, share):
 
 
 class _ScheduleFree(Optimizer):
-    """What both have: parameters are shown where gradients are taken, or, after `eval()`, as their average."""
+    """What both share: parameters are where gradients are taken or, after `eval()`, the average."""
 
     def train(self) -> None:
-        """Show the parameters that gradients are taken at."""
+        """Show the points that gradients are taken at."""
         self._show(is_average=False)
 
     def eval(self) -> None:
@@ -90,7 +90,7 @@ class _ScheduleFree(Optimizer):
             for p in () if is_shown else group["params"]:
                 z = self.state.get(p, {}).get("z")
                 if z is not None:
-                    # which is on the host with offload
+                    # with offload, z is on the host
                     z = z.to(p.dtype).to(p.device)
                     p.lerp_(z, float(1 - 1 / momentum if is_average else 1 - momentum))
             group["train_mode"] = not is_average
@@ -99,23 +99,23 @@ class _ScheduleFree(Optimizer):
         storage = super().storage_of(group)
         if storage.master is not None or storage.dtype_of("z") == torch.int8:
             raise ValueError(
-                "no master, and no 8 bits for z, which the average is made of: train() and eval() compute one "
-                'from the other; use master=None, and states by name, such as {"exp_avg_sq": "int8"}'
+                f"{type(self).__name__} takes no master, and no 8 bits for z: train() and eval() compute "
+                'parameters from z; use master=None, and states by name, such as {"exp_avg_sq": "int8"}'
             )
         return storage
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step, as of every optimizer here; in train mode."""
+        """Take a step, as every optimizer here does, but in train mode only."""
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
-                f"{type(self).__name__} shows the average of its parameters, which no gradient is taken at; "
+                f"{type(self).__name__} shows the average of its parameters, where no gradient is taken; "
                 "call optimizer.train() before training, and optimizer.eval() before evaluation"
             )
         return super().step(*args, **kwargs)
 
 
 class ScheduleFreeAdamW(_ScheduleFree):
-    r"""AdamW that needs no schedule and no end: it averages, and takes gradients near the average.
+    r"""AdamW without a schedule or a planned end: it averages, and takes gradients near the average.
 
     .. math::
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2, \quad
@@ -124,8 +124,8 @@ class ScheduleFreeAdamW(_ScheduleFree):
             y \leftarrow \beta_1 x + (1 - \beta_1) z
 
     with :math:`c` the share of this step in the average :math:`x`. Parameters are :math:`y` in training, and
-    :math:`x` after `eval()`: call `train()` and `eval()` with the model's, as of the authors'
-    AdamWScheduleFree, whose numbers and states these are. A new optimizer is in train mode.
+    :math:`x` after `eval()`: call `train()` and `eval()` with the model's, as for the authors'
+    AdamWScheduleFree, which has the same results and states. A new optimizer is in train mode.
 
     Args:
         params: parameters, named parameters or groups of them
@@ -133,9 +133,9 @@ class ScheduleFreeAdamW(_ScheduleFree):
         betas: :math:`\beta_1` and :math:`\beta_2`
         eps: :math:`\epsilon`
         weight_decay: :math:`\lambda`
-        warmup_steps: over so many steps the rate rises
-        r: steps count in the average by this power of their number
-        weight_lr_power: and by this power of the largest rate so far
+        warmup_steps: number of steps over which the rate rises
+        r: a step's weight in the average is this power of its number,
+        weight_lr_power: times this power of the largest rate so far
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep
@@ -172,16 +172,16 @@ class ScheduleFreeAdamW(_ScheduleFree):
 
 
 class ScheduleFreeSGD(_ScheduleFree):
-    r"""SGD that needs no schedule and no end; see `ScheduleFreeAdamW`, with the gradient for an update.
+    r"""SGD without a schedule or a planned end: `ScheduleFreeAdamW` with the gradient as update.
 
     Args:
         params: parameters, named parameters or groups of them
         lr: learning rate, a number or a one-element tensor; larger than SGD's
-        momentum: how near to the average gradients are taken, between 0 and 1
+        momentum: how near the average gradients are taken, between 0 and 1
         weight_decay: added to the gradient
-        warmup_steps: over so many steps the rate rises
-        r: steps count in the average by this power of their number
-        weight_lr_power: and by this power of the largest rate so far
+        warmup_steps: number of steps over which the rate rises
+        r: a step's weight in the average is this power of its number,
+        weight_lr_power: times this power of the largest rate so far
         maximize, max_grad_norm, statistics, engine, ...: see `fusedstep.optimizers`
 
     >>> import torch, fusedstep

@@ -19,13 +19,13 @@ def stable_adamw(p, g, m, v, *, step, numel, lr, beta1, beta2, eps, weight_decay
 
 
 def debiased(beta, step):
-    """What has an average that began as 0 be one of what it has seen."""
+    """The decay at which an average that starts at 0 is unbiased."""
     grown = power(beta, step)
     return (beta - grown) / (1 - grown)
 
 
 class StableAdamW(Optimizer):
-    r"""AdamW whose rate is lowered, tensor by tensor, where its second moment lags behind.
+    r"""AdamW that lowers the rate of a tensor while its second moment lags behind.
 
     .. math::
         m &\leftarrow \hat\beta_1 m + (1 - \hat\beta_1) g, \quad
@@ -34,8 +34,8 @@ class StableAdamW(Optimizer):
         \eta &\leftarrow \gamma \Big/ \max\Big(1, \sqrt{\operatorname{mean}(g^2 / \max(v, \epsilon^2))}\Big) \\
         p &\leftarrow (1 - \eta \lambda)\, p - \eta\, \frac{m}{\sqrt{v} + \epsilon}
 
-    Gradients need no clipping then. Numbers are optimi's and pytorch_optimizer's; optimi reads a number of each
-    tensor on the host.
+    Gradients then need no clipping. Results are optimi's and pytorch_optimizer's; optimi reads a number of each
+    tensor back to the host.
 
     Args:
         params: parameters, named parameters or groups of them

@@ -1,17 +1,19 @@
 """Newton-Schulz iterations: the orthogonal matrix nearest to a given one, by products of matrices alone.
 
-An iteration takes every singular value s to a s + b s^3 + c s^5, and with well chosen coefficients all of them
-come near 1. In the standard form that is, for a wide X,
+An iteration maps every singular value s to a s + b s^3 + c s^5; well chosen coefficients bring all of them near
+1. For a wide X, the standard form is
 
     A = X X^T        X <- a X + (b A + c A^2) X
 
-and in the Gram form only small symmetric matrices are multiplied, until the end: with G = X X^T and
-Z = a I + b G + c G^2, the next G is Z G Z, and the last X is Q X, with Q the product of all Z. That is less
-work the wider X is. Each G forgets a little of the small singular values, so Q is brought to X, and G computed
-anew, once on the way.
+The Gram form multiplies only small matrices, until the end: with G = X X^T and Z = a I + b G + c G^2, the next
+G is Z G Z, and the last X is Q X, where Q is the product of all Z. The wider X, the more work this saves. But
+each G loses some of the small singular values, so after a few iterations it is computed again, from Q X.
 
-On GPUs all is done in 16 bits: float16, because the Gram form needs its eleven bits, with everything scaled so
-that nothing falls below its smallest numbers. Elsewhere in what the rule is computed in.
+Where singular values are small, Z and Q are large, and nearly multiples of I. These multiples are kept apart:
+added to such large numbers, changes to large singular values would be rounded away.
+
+GPUs compute in float16, because the Gram form needs its eleven bits, with everything scaled so that nothing
+falls below its smallest numbers. Elsewhere the dtype is that of the rule.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ import torch
 from torch import Tensor
 
 from .._algorithm.stage import Stage
+from .products import ALIGNED, has_kernel, kernels_for, sums_in_float32, symmetric_product
 from .streams import STREAMS, beside_each_other
-from .symmetric import kernels_for, symmetric_product
 
 Coefficients = tuple[float, float, float]
 
 KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
-# Amsel et al., arXiv 2505.16932: the best polynomials one after the other, for singular values from 1e-3 to 1;
-# a margin of 1 % keeps the largest ones from growing by errors of rounding
+# Amsel et al., arXiv 2505.16932: the best polynomial for each iteration, for singular values from 1e-3 to 1; a
+# margin of 1 % keeps rounding errors from making the largest ones grow
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -50,18 +52,20 @@ NAMES = ("keller", "polar_express")
 ROW_SQUARES = "variance_neuron"
 _LEAST = 1e-8
 
-# powers of two that keep matrices of norm 1 away from both ends of what float16 holds
+# a power of two that keeps matrices of norm 1 away from both ends of float16's range
 _SCALE = 2.0**12
-# iterations of the Gram form before it starts anew: after two it takes as long, and is half as precise
-_RESTART = 3
-# from this size on the Gram form takes less time, also of square matrices; in 16 bits it is less precise for
-# smaller ones, so these take it only where they are computed in more
-_GRAM = 1024
-_WIDE = 1.5
+# iterations of the Gram form before G is computed again, the first time and later: benchmarks/MEASURED.md. At
+# first singular values are small, and so are rounding errors in G
+_FIRST, _LATER = 3, 2
+# for the largest singular values, nearly all of the multiple of I is taken off again. In 16 bits the rounding
+# error of that would be too large where the multiple, the product of all a, is above this
+_LARGEST = 64
+# the Gram form is faster above this ratio of columns to rows. In 16 bits it is less precise with fewer rows
+_WIDE, _GRAM = 1.5, 1024
 
 
 def named_coefficients(name: str, steps: int) -> tuple[Coefficients, ...]:
-    """The coefficients of so many iterations, "keller"'s or those of "polar_express"."""
+    """The coefficients of this many iterations, of "keller" or "polar_express"."""
     if name not in NAMES:
         raise ValueError(f"there are no coefficients {name!r}; use one of {NAMES}")
     if name == "keller":
@@ -76,13 +80,13 @@ class NewtonSchulz(Stage):
     """The orthogonal matrix nearest to each matrix in a tensor, whose last two dimensions are rows and columns.
 
     Args:
-        coefficients: of each iteration
-        eps: the least that a matrix is divided by, instead of its norm
-        flatten: whether all dimensions but the first are the columns of one matrix, as of a convolution
-        heads: into how many matrices the rows of each are cut
-        sections: how many rows each of its matrices has, if they are not the same; otherwise none
-        row_decay: how much of the mean square of each row is kept from step to step, where rows are divided by
-            its root (NorMuon); None: they are not
+        coefficients: three numbers for each iteration
+        eps: a matrix is divided by its norm, but not by less than this
+        flatten: whether all dimensions but the first are the columns of one matrix, as for a convolution
+        heads: number of equal matrices that the rows of a matrix are cut into
+        sections: rows of each of these matrices, if they are not equal; otherwise empty
+        row_decay: divide rows by the root of their mean square, averaged over steps with this decay (NorMuon);
+            None: do not
     """
 
     coefficients: tuple[Coefficients, ...] = (KELLER,) * 5
@@ -92,8 +96,14 @@ class NewtonSchulz(Stage):
     sections: tuple[int, ...] = ()
     row_decay: float | None = None
 
+    def __post_init__(self) -> None:
+        if not self.coefficients:
+            raise ValueError(
+                "found coefficients=(); give three numbers for each iteration, and one iteration at least"
+            )
+
     def dtypes(self, device: torch.device, compute: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        # with the range of bfloat16, because its norm is not known yet; memory is predicted on meta
+        # the source has the range of bfloat16, because its norm is not known yet; memory is predicted on meta
         narrow = device.type in ("cuda", "meta")
         return (torch.bfloat16, torch.float16) if narrow else (compute, compute)
 
@@ -101,13 +111,13 @@ class NewtonSchulz(Stage):
         rows, columns = self._whole(shape)
         if self.sections and sum(self.sections) != rows:
             raise ValueError(
-                f"split_sizes={self.sections} add up to {sum(self.sections)}, and a matrix has {rows} rows; "
-                "give sizes of all its parts, in a group of matrices that are cut in this way"
+                f"split_sizes={self.sections} add up to {sum(self.sections)}, but a matrix has {rows} rows; "
+                "give the sizes of all its parts, and matrices that are cut differently to another group"
             )
         if rows % self.heads:
             raise ValueError(
-                f"num_heads={self.heads} does not divide the {rows} rows of a matrix; use the number of heads "
-                "that it has, in a group of such matrices"
+                f"num_heads={self.heads} does not divide the {rows} rows of a matrix; use its number of "
+                "heads, and give other matrices to another group"
             )
         return (max(self.sections) if self.sections else rows // self.heads), columns
 
@@ -119,8 +129,18 @@ class NewtonSchulz(Stage):
 
     def flops(self, shape: tuple[int, ...]) -> float:
         rows, columns = self.matrix(shape)
-        n, m = min(rows, columns), max(rows, columns)
-        return math.prod(shape) / max(1, n * m) * len(self.coefficients) * (3 * m * n * n + n**3)
+        n, m = sorted((rows, columns))
+        if _is_wide(n, m) and n >= _GRAM:
+            legs = _legs(self.coefficients, True)
+            each = 3 * m * n * n * len(legs) + sum(4 * len(leg) - 3 for leg in legs) * n**3
+        else:
+            each = len(self.coefficients) * (3 * m * n * n + n**3)
+        return math.prod(shape) / max(1, n * m) * each
+
+    def allocates(self, shape: tuple[int, ...]) -> int:
+        n, m = sorted(self.matrix(shape))
+        each = _allocated(n, m, _is_wide(n, m) and n >= _GRAM, torch.float16.itemsize)
+        return math.prod(shape) // max(1, n * m) * each
 
     def states(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         if self.row_decay is None:
@@ -154,11 +174,11 @@ class NewtonSchulz(Stage):
         squares = before.lerp(means, 1 - self.row_decay)
         torch._foreach_copy_(found, [*torch.where(skip, before, squares)])
         factors = 1 / (squares.sqrt() + _LEAST)
-        # as much of an update as before, however it is divided among rows
+        # the norm of the whole update does not change
         sizes = torch.stack([means.sum(-2, keepdim=True), (means * factors.square()).sum(-2, keepdim=True)])
         if add_up is not None:
             add_up(sizes)
-        # a row of zeros has a factor that sixteen bits do not hold
+        # the factor of a row of zeros is too large for sixteen bits
         x.copy_(x.to(before.dtype) * (factors * (sizes[0] / sizes[1].clamp_(min=_LEAST**2)).sqrt()))
 
     def _matrices(self, stack: Tensor) -> Iterator[Tensor]:
@@ -171,43 +191,60 @@ class NewtonSchulz(Stage):
             yield stack.view(-1, rows // self.heads, columns)
 
 
+def _is_wide(low: int, high: int) -> bool:
+    """Whether the Gram form is faster for matrices of these sizes."""
+    return high > _WIDE * low
+
+
+def _allocated(low: int, high: int, is_gram: bool, itemsize: int) -> int:
+    """Bytes for a matrix: another X, and small matrices, more of them in the Gram form."""
+    return (high + (4 if is_gram else 2) * low) * low * itemsize
+
+
 def _pieces(x: Tensor, out: Tensor, workspace_bytes: int) -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """As many matrices at a time as what is allocated for them fits, and about as many every time; and how
-    many of these pieces may be under way at a time.
+    """Pieces of about equal size for which enough memory may be allocated, and how many of them may be under
+    way at a time.
     """
     low, high = sorted(x.shape[1:])
-    # X on its way, and three small matrices beside it; or five of these, while X is where the result will be
-    each = max(high + 3 * low, 5 * low) * low * out.itemsize
+    each = _allocated(low, high, _is_wide(low, high), out.itemsize)
     if not out.is_contiguous():
-        # the result is made elsewhere, and copied
+        # the result is computed in other memory, and copied
         each += high * low * out.itemsize
     most = workspace_bytes // max(1, each)
-    # not even two matrices fit: one after the other
+    # if not even two matrices fit, one after the other
     at_once = STREAMS if len(x) > most >= STREAMS else 1
     most = max(1, most // at_once)
     count = -(-len(x) // -(-len(x) // most))
     return [*zip(x.split(count), out.split(count), strict=True)], at_once
 
 
+def _is_gram(x: Tensor) -> bool:
+    """Whether the Gram form is better for matrices of this shape."""
+    rows, columns = x.shape[1:]
+    low, high = sorted((rows, columns))
+    # in 16 bits with kernels alone, for X and for the small matrices: others would not be symmetric
+    has_kernels = low >= _GRAM and low % ALIGNED == 0 and has_kernel(x, x, rows > columns)
+    return _is_wide(low, high) and (x.itemsize > 2 or has_kernels)
+
+
 @torch.no_grad()
 def orthogonalize(x: Tensor, out: Tensor, coefficients: tuple[Coefficients, ...], eps: float) -> None:
-    """Fill `out` with the nearest orthogonal matrices to those of `x`; both may be the same memory."""
+    """Fill `out` with the orthogonal matrices nearest to those of `x`; both may be the same memory."""
     if not out.is_contiguous():
-        # sections of larger matrices: products are faster where matrices follow each other
+        # sections of larger matrices: products are faster on contiguous ones
         whole = torch.empty_like(out, memory_format=torch.contiguous_format)
         orthogonalize(x, whole, coefficients, eps)
         out.copy_(whole)
         return
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=_precise(x.dtype))
     factors = _SCALE / norms.clamp_(min=eps)
-    rows, columns = x.shape[1:]
-    low, high = sorted((rows, columns))
-    is_gram = low >= _GRAM or (high > _WIDE * low and out.itemsize > 2)
-    ways = 1 + (len(coefficients) > _RESTART) if is_gram else len(coefficients)
-    # X goes to and fro between two places, and ends in `out`
-    scaled = out if ways % 2 == 0 else torch.empty(x.shape, dtype=out.dtype, device=x.device)
+    is_gram = _is_gram(out)
+    passes = len(_legs(coefficients, out.itemsize == 2)) if is_gram else len(coefficients)
+    # X alternates between two buffers, and ends in `out`
+    scaled = out if passes % 2 == 0 else torch.empty(x.shape, dtype=out.dtype, device=x.device)
     _scale(x, factors, scaled)
-    (_gram if is_gram else _standard)(_Matrices(scaled, rows > columns), out, coefficients)
+    with sums_in_float32(x.device):
+        (_gram if is_gram else _standard)(_Matrices(scaled, x.shape[1] > x.shape[2]), out, coefficients)
 
 
 def _scale(x: Tensor, factors: Tensor, out: Tensor) -> None:
@@ -227,7 +264,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Matrices(NamedTuple):
-    """Matrices of norm 1 times the scale; where they are tall, what is said of X is meant of its transpose."""
+    """Matrices of norm 1, times the scale; if they are tall, X below is their transpose."""
 
     x: Tensor
     is_tall: bool
@@ -239,31 +276,58 @@ class _Matrices(NamedTuple):
     def after(self, q: Tensor, keep: float, scale: float, out: Tensor) -> _Matrices:
         """Put scale * (keep X + Q X) into `out`."""
         a, b = (self.x, q.mT) if self.is_tall else (q, self.x)
-        torch.baddbmm(self.x if keep else out, a, b, beta=scale * keep, alpha=scale, out=out)
+        torch.baddbmm(self.x, a, b, beta=scale * keep, alpha=scale, out=out)
         return self._replace(x=out)
 
 
 def _standard(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...]) -> None:
-    other = torch.empty_like(out) if x.x is out and coefficients else out
+    other = torch.empty_like(out) if x.x is out else out
     for i, (a, b, c) in enumerate(coefficients):
         g = x.gram()
-        # of norms near 1: from here on without the scale
-        polynomial = symmetric_product(g, g, alpha=c / _SCALE**2, beta=b / _SCALE, addend=g)
+        polynomial = _polynomial(g, b, c)
         is_last = i == len(coefficients) - 1
         x, other = x.after(polynomial, a, 1 / _SCALE if is_last else 1.0, other), x.x
+        # before the next ones are allocated
+        del g, polynomial
+
+
+def _polynomial(g: Tensor, b: float, c: float) -> Tensor:
+    """b G + c G^2, whose norm is near 1, so that it needs no scale."""
+    return symmetric_product(g, g, alpha=c / _SCALE**2, plus=[(b / _SCALE, g)])
+
+
+def _legs(coefficients: tuple[Coefficients, ...], is_narrow: bool) -> list[tuple[Coefficients, ...]]:
+    """All iterations, cut into legs after which X and G are computed."""
+    legs = [coefficients[:1]]
+    for each in coefficients[1:]:
+        *before, leg = legs
+        grown = math.prod(a for a, _, _ in (*leg, each))
+        if len(leg) < (_LATER if before else _FIRST) and (grown <= _LARGEST or not is_narrow):
+            legs[-1] = (*leg, each)
+        else:
+            legs.append((each,))
+    return legs
 
 
 def _gram(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...]) -> None:
-    last, g, q = len(coefficients) - 1, x.gram(), None
+    legs = _legs(coefficients, out.itemsize == 2)
+    other = torch.empty_like(out) if x.x is out else out
+    for i, leg in enumerate(legs):
+        q, keep = _product_of_all(x.gram(), leg)
+        x, other = x.after(q, keep, 1 / _SCALE if i == len(legs) - 1 else 1.0, other), x.x
+        del q
+
+
+def _product_of_all(g: Tensor, coefficients: tuple[Coefficients, ...]) -> tuple[Tensor, float]:
+    """The product of Z of these iterations, the first of which has this G: Q and k of Q + k I."""
+    q, keep, last = g, 1.0, len(coefficients) - 1
     for i, (a, b, c) in enumerate(coefficients):
-        if i == _RESTART and q is not None:
-            x, q = x.after(q, 0.0, 1.0, torch.empty_like(out)), None
-            g = x.gram()
-        z = symmetric_product(g, g, alpha=c / _SCALE**2, beta=b / _SCALE, addend=g, diagonal=a)
-        q = z if q is None else symmetric_product(z, q)
-        if i != last and i + 1 != _RESTART:
-            # in two lines: what is done with gives its memory to the next
-            g = symmetric_product(g, z)
-            g = symmetric_product(g, z)
-    if q is not None:
-        x.after(q, 0.0, 1 / _SCALE, out)
+        z = _polynomial(g, b, c)
+        # (Z + a I) (Q + k I) = Z Q + a Q + k Z + a k I
+        q = z if i == 0 else symmetric_product(z, q, plus=[(a, q), (keep, z)])
+        keep *= a
+        if i != last:
+            # two statements: the second gets the memory that the first has freed
+            g = symmetric_product(g, z, plus=[(a, g)])
+            g = symmetric_product(g, z, plus=[(a, g)])
+    return q, keep

@@ -1,4 +1,4 @@
-"""Work that is done beside other work of its kind: where one kernel ends, the other fills the device."""
+"""Work on two streams: where a kernel of one ends, kernels of the other fill the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import cycle
 
 import torch
 
-# so many pieces of work are under way at a time
+# pieces of work that are under way at a time
 STREAMS = 2
 
 
@@ -17,8 +17,8 @@ STREAMS = 2
 def beside_each_other(
     device: torch.device, at_once: int
 ) -> Iterator[Iterator[contextlib.AbstractContextManager]]:
-    """Gives contexts, one for each piece of work, of which so many, one or `STREAMS`, may be under way at once;
-    what comes after waits for all of them, and they for what came before.
+    """Gives a context for each piece of work; `at_once` pieces, one or `STREAMS`, run at the same time. They
+    wait for earlier work, and later work waits for all of them.
     """
     if device.type != "cuda" or at_once < STREAMS:
         yield cycle([contextlib.nullcontext()])

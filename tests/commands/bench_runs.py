@@ -1,6 +1,7 @@
 """What tests of `fusedstep bench` share: the command, few samples, a small model, results as it leaves them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ ON_CPU = Setup("cpu", 1)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The limit is a number like any other here, and torch's fused step waits for threads that get no core."""
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 1e7)
+    """A copy need not be large here, and torch's fused step waits for threads that get no core."""
+    monkeypatch.setattr(timing, "_elements", lambda device: 1000)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,6 +31,11 @@ def quick(monkeypatch):
 def a_tiny_model(monkeypatch):
     monkeypatch.setitem(MODELS, "tiny", [(7,), (3, 5)])
     return "tiny"
+
+
+def words_of(done):
+    """What a command printed, without the lines and breaks of a box."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
 
 
 def run(*args):

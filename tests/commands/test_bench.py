@@ -17,7 +17,7 @@ from fusedstep.cli.contender import stored
 from fusedstep.cli.moved import bytes_per_parameter
 from fusedstep.cli.works import CPU, GPU
 
-from .bench_runs import ROOT, a_tiny_model, quick, result_of, row_of, rows_of, run  # noqa: F401
+from .bench_runs import ROOT, a_tiny_model, quick, result_of, row_of, rows_of, run, words_of  # noqa: F401
 
 
 def test_it_leaves_a_raw_result_a_picture_and_a_report(tmp_path):
@@ -31,7 +31,9 @@ def test_it_leaves_a_raw_result_a_picture_and_a_report(tmp_path):
     (row,) = found["results"]
     assert (row["model"], row["optimizer"], row["dtype"]) == ("1000 x 64", "SGD", "fp32")
     assert row["bytes"] == 20 * 64000
-    assert row["limit"] == row["bytes"] / 1e7
+    assert row["copy"]["bytes"] == 2 * 4 * 1000
+    assert row["limit"] == row["bytes"] * row["copy"]["device"] / row["copy"]["bytes"]
+    assert found["copy_bandwidth"] == row["copy"]["bytes"] / row["copy"]["device"]
     for side in (row["ours"], row["peers"]["torch fused"]):
         assert min(side["device"], side["host"], side["wall"]) > 0
         low, high = side["quartiles"]["device"]
@@ -53,7 +55,11 @@ def test_a_raw_result_is_shown_again(tmp_path):
     done = run("--read", str(reference), "--only", "resnet-50 AdamW", "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert [row["model"] for row in rows_of(next(tmp_path.glob("*.json")))] == ["resnet-50"] * 3
-    assert run("--read", str(reference), "--only", "nothing").exit_code == 2
+    done = run("--read", str(reference), "--only", "nothing")
+    assert done.exit_code == 2
+    assert "contains 'nothing' in that result; use a part of one, as of 'bert-large AdamW() fp32'" in words_of(
+        done
+    )
 
 
 def test_the_report_asks_for_nothing_and_says_all():
@@ -74,6 +80,23 @@ def test_the_report_asks_for_nothing_and_says_all():
     # timm's bar is cut: five times ours is the whole width
     assert page.count('class="bar cut"') == 1
     assert "left:10.00%" in page
+
+
+def test_the_speed_of_memory_is_said_and_whether_it_changed():
+    copied = lambda ms: row_of(copy={"device": ms, "bytes": 2e7})
+    assert "limit: a plain pass over memory moved 1.0 GB/s" in report.table(result_of(row_of())).caption
+    steady = report.table(result_of(copied(1.0), copied(1.1)))
+    assert "moved 18.2 to 20.0 GB/s" in steady.caption
+    assert "changed" not in steady.caption
+    moved = result_of(copied(1.0), copied(1.5))
+    assert "13.3 to 20.0 GB/s; it changed while rows were timed" in report.table(moved).caption
+    assert "(13.3 to 20.0 GB/s)" in report.page(moved)
+
+
+def test_what_is_beyond_the_limit_is_explained_where_there_is_some():
+    caption = lambda ms: report.table(result_of(row_of(device=ms), threads="1")).caption
+    assert "above 100 %" in caption(0.5)
+    assert "above 100 %" not in caption(2.0)
 
 
 def test_the_picture_shows_rows_with_most_beside_them_against_the_limit(tmp_path, monkeypatch):
@@ -104,7 +127,12 @@ def mine(tmp_path, monkeypatch):
         "    return model\n"
         "def wide(width, *, depth=2): ...\n"
         "def nothing(): ...\n"
+        "def fails(): raise RuntimeError('no weights here')\n"
+        "def frozen(): return make().requires_grad_(False)\n"
+        "number = 3\n"
+        "model = torch.nn.Linear(8, 4)\n"
     )
+    (tmp_path / "broken_of_test.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
@@ -121,19 +149,35 @@ def test_a_model_of_ones_own(mine):
     assert row["bytes"] == 20 * 32 + 10 * 10
 
 
+@pytest.mark.parametrize("command", ["bench", "memory"])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mine_of_test:wide", r"needs arguments \(width\)"),
+        ("mine_of_test:wide", "needs arguments (width)"),
         ("mine_of_test:nothing", "returned NoneType"),
         ("mine_of_test:absent", "cannot be found"),
+        ("mine_of_test:number", "is of type int; name a function"),
+        ("mine_of_test:model", "is of type Linear; name a function"),
+        ("mine_of_test:frozen", "has no parameters to train"),
+        (
+            "mine_of_test:fails",
+            "raised RuntimeError: no weights here; `python -c 'import mine_of_test; mine_of_test.fails()'`",
+        ),
+        ("broken_of_test:make", "broken_of_test raised ZeroDivisionError: division by zero; `python -c"),
         ("bert", "found 'bert'; use one of bert-base"),
     ],
 )
-def test_a_model_that_cannot_be_made_is_said(name, message, mine):
-    done = run("--model", name)
+def test_a_model_that_cannot_be_made_is_said(command, name, message, mine):
+    done = CliRunner().invoke(app, [command, "--model", name])
     assert done.exit_code == 2
-    assert re.search(message, " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split()))
+    assert message in words_of(done)
+
+
+def test_dtypes_have_torchs_names_too(tiny, tmp_path):
+    for name, short in (("float32", "fp32"), ("bfloat16/float32", "bf16/fp32"), ("bf16", "bf16")):
+        done = run("--model", tiny, "--dtype", name, "--json", str(tmp_path / "a.json"))
+        assert done.exit_code == 0, done.output
+        assert rows_of(tmp_path / "a.json")[0]["dtype"] == short
 
 
 def test_storage_and_engine_are_options(tiny, tmp_path):
@@ -147,18 +191,29 @@ def test_storage_and_engine_are_options(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--only", "nothing"), "found no work named 'nothing'"),
+        (("--only", "nothing"), "found no case whose name contains 'nothing'; use host (loops), cold (new"),
+        (
+            ("--only", "nothing"),
+            "a part of a name such as 'bert-base AdamW() fp32', with a model (bert-base, 1000",
+        ),
+        (("--only", "nothing"), "a dtype (fp32, bf16, fp16)"),
+        (("--only", "hosts"), "use host (loops), cold (new processes)"),
+        (("--only", "x", "--optimizer", "Lion"), "'x'; use a part of 'bert-base Lion() fp32'"),
         (("--option", "momentum=0.9"), "found --option alone"),
-        (("--optimizer", "SGD", "--option", "momentu=0.9"), "SGD takes no ['momentu']"),
+        (("--optimizer", "SGD", "--option", "momentu=0.9"), "SGD got an unexpected keyword argument 'momentu'"),
         (("--optimizer", "SGD", "--option", "momentum"), "use name=value"),
+        (("--optimizer", "SGD", "--option", "lr=-1"), "-1"),
         (("--optimizer", "Adamm"), "there is no optimizer 'Adamm'"),
-        (("--optimizer", "SGD", "--dtype", "fp8"), "found 'fp8'; use one of fp32"),
+        (
+            ("--optimizer", "SGD", "--dtype", "fp8"),
+            "found 'fp8'; use one of fp32, fp16, bf16, bf16/fp32, or torch's",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(args, message, tmp_path):
     done = run(*args, "--output", str(tmp_path))
     assert done.exit_code == 2
-    assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
+    assert message in words_of(done)
     assert not [*tmp_path.iterdir()]
 
 

@@ -13,6 +13,7 @@ from fusedstep.cli.moved import bytes_moved, bytes_per_parameter
 from fusedstep.cli.parameters import parameters
 from fusedstep.cli.peer import Peer
 from fusedstep.cli.shapes import MODELS, with_gradients
+from fusedstep.cli.timing import _elements as elements_to_copy
 from fusedstep.cli.works import GPU, Work
 
 from .bench_runs import ON_CPU, a_tiny_model, quick, rows_of, run  # noqa: F401
@@ -109,6 +110,54 @@ def test_steps_that_take_long_are_timed_less_often(monkeypatch):
     assert calls == {"slow": 4, "fast": 20}
     assert slow.device == pytest.approx((1000.0, 1000.0, 1000.0, 4))
     assert fast.wall == pytest.approx((1.6, 1.6, 1.6, 20))
+
+
+class Copied(timing.Copy):
+    """A copy that takes forty milliseconds by the clock of a test."""
+
+    bytes = 4000
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self):
+        self.step("copy", 0.04)
+
+
+def test_a_copy_takes_turns_and_short_steps_then_find_their_tensors_in_the_caches_again(monkeypatch):
+    clock, order = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def step(name, seconds):
+        order.append(name)
+        clock[0] += seconds
+
+    steps = [lambda: step("long", 0.1), lambda: step("short", 0.001), Copied(step)]
+    *_, short, copy = timing.on_cpu(steps, 3)
+    assert order == [*["long", "short", "copy", "short"] * 2, "long", "short", "copy"]
+    assert (short.device.samples, copy.device.samples) == (3, 3)
+    assert copy.device.median == pytest.approx(40.0)
+
+
+def test_the_limit_has_the_speed_that_memory_has_while_the_row_is_timed(tiny):
+    copies = iter([0.0, 0.0, 0.005, 0.01, 0.02])
+    step = lambda name, seconds: timing.time.sleep(next(copies))
+    work = Work(tiny, "AdamW", {}, "fp32")
+    found = measure.measure(work, ON_CPU._replace(rounds=5, copy=Copied(step)))
+    assert found["copy"]["samples"] == 5
+    assert 5 <= found["copy"]["device"] < 10
+    assert found["limit"] == found["bytes"] * found["copy"]["device"] / 4000
+    assert [*found["peers"]] == ["torch fused"]
+
+
+def test_a_copy_reads_and_writes_all_it_has():
+    assert timing.Copy("cpu", 10).bytes == 80
+
+
+@pytest.mark.parametrize(("free", "elements"), [(1 << 20, 1 << 20), (1 << 34, 1 << 27), (1 << 40, 1 << 28)])
+def test_a_copy_on_a_gpu_takes_at_most_a_sixteenth_of_what_is_free_or_little(free, elements, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
+    assert elements_to_copy("cuda") == elements
 
 
 class Mark:

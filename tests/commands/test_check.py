@@ -157,7 +157,7 @@ def test_rounding_towards_zero_is_no_stochastic_rounding(monkeypatch):
     mutants.forget()
     monkeypatch.setitem(formats._DRAWN, torch.bfloat16, lambda x, draw: _cut_off(bits, x))
     try:
-        assert "in the mean" in str(judging.complaints(named(text)))
+        assert "on average" in str(judging.complaints(named(text)))
     finally:
         monkeypatch.undo()
         mutants.forget()

@@ -66,7 +66,7 @@ def test_an_engine_that_should_serve_and_does_not_is_broken(monkeypatch):
     monkeypatch.setattr(_engines, "load", refused)
     done = run()
     assert done.exit_code == 1
-    assert "broken: cpu does not run on cpu: it is Tuesday; install llvmlite anew" in done.output
+    assert "broken: cpu does not run on cpu: it is Tuesday; reinstall llvmlite" in done.output
 
 
 def test_a_device_without_any_engine_is_broken(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_container_that_gives_less_time_than_there_are_threads_is_told(monkeyp
     monkeypatch.setattr(doctor, "_quota", lambda: 1.5)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     done = run()
-    assert "and 1.5 of their time by its container" in done.output
+    assert "its container limits it to the time of 1.5" in done.output
     assert "try OMP_NUM_THREADS=1" in done.output
 
 

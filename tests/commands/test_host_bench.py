@@ -12,6 +12,8 @@ from fusedstep.cli import bodies, cold, host, loops, sharded
 from fusedstep.cli.__main__ import app
 from fusedstep.cli.side import Side
 
+from .bench_runs import words_of
+
 
 @pytest.fixture(scope="module", autouse=True)
 def leaves_no_process_group():
@@ -110,4 +112,6 @@ def test_a_process_that_fails_says_why():
 def test_parts_that_there_are_not_are_refused(kind):
     done = run("--only", f"{kind} nothing")
     assert done.exit_code == 2
-    assert "named 'nothing'" in done.output
+    words = words_of(done)
+    assert "named 'nothing'; use a part of one of these:" in words
+    assert {"host": "steady, fresh gradients", "cold": "AdamW, clipped"}[kind] in words

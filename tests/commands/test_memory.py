@@ -50,6 +50,25 @@ def make_a_number():
     return 1
 
 
+def make_mixed():
+    model = make_model()
+    model[2].bfloat16()
+    return model
+
+
+def make_half():
+    return make_model().half()
+
+
+def make_large():
+    return nn.Linear(3000, 3000, bias=False)
+
+
+def fail():
+    print("called")
+    raise RuntimeError("no weights here")
+
+
 def make_complex():
     model = make_model()
     model.phase = nn.Parameter(torch.ones(64, 64, dtype=torch.complex64))
@@ -163,7 +182,7 @@ def test_it_shows_what_is_on_the_host():
 
 def test_it_shows_all_settings_and_names_what_stays_float32(tmp_path):
     path = tmp_path / "memory.json"
-    done = run("--model", f"{__name__}:make_model", "--measure", "--json", str(path))
+    done = run("--model", f"{__name__}:make_model", "--dtype", "bf16", "--measure", "--json", str(path))
     assert done.exit_code == 0, done.output
     assert "fewer than 4096 elements" in done.output
     found = json.loads(path.read_text())
@@ -178,6 +197,54 @@ def test_it_shows_all_settings_and_names_what_stays_float32(tmp_path):
     small = {name: p.numel() for name, p in make_model().named_parameters() if p.numel() < 4096}
     assert kept["names"] == [*small]
     assert (kept["elements"], kept["share"]) == (sum(small.values()), sum(small.values()) / found["elements"])
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "dtypes", "count"),
+    [
+        ("make_model", (), "float32", 3),
+        ("make_half", (), "float16", 8),
+        ("make_mixed", (), "float32 and bfloat16", 16),
+        ("make_model", ("--dtype", "float16"), "float16", 8),
+        ("make_model", ("--dtype", "fp16"), "float16", 8),
+        ("make_mixed", ("--dtype", "fp32"), "float32", 3),
+    ],
+    ids=str,
+)
+def test_a_model_keeps_its_dtypes_unless_another_is_asked_for(factory, args, dtypes, count, tmp_path):
+    path = tmp_path / "memory.json"
+    done = run("--model", f"{__name__}:{factory}", *args, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    assert f"parameters of {dtypes}, AdamW()" in " ".join(done.output.split())
+    found = json.loads(path.read_text())
+    assert found["dtype"] == dtypes
+    assert len(found["settings"]) == count
+
+
+def test_a_model_by_its_shapes_is_bfloat16():
+    assert {p.dtype for _, p in parameters_of("bert-base")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("model", "column", "number"),
+    [
+        (f"{__name__}:make_model", "kB in all", "382.480"),
+        (f"{__name__}:make_large", "MB in all", "144.000"),
+        ("llama-1b", "GB in all", "9.887"),
+    ],
+)
+def test_all_bytes_are_shown_in_a_unit_that_fits(model, column, number):
+    done = run("--model", model)
+    assert done.exit_code == 0, done.output
+    assert column in done.output
+    assert number in done.output
+
+
+def test_a_function_that_fails_is_told_once():
+    done = run("--model", f"{__name__}:fail")
+    assert done.exit_code == 2
+    assert done.output.count("RuntimeError: no weights here") == 1
+    assert "Traceback" not in done.output
 
 
 def test_a_model_by_its_shapes_names_shapes():
@@ -198,11 +265,9 @@ def test_a_setting_that_a_parameter_refuses_says_why_and_others_are_shown(tmp_pa
     done = run("--model", f"{__name__}:make_complex", "--json", str(path))
     assert done.exit_code == 0, done.output
     shown = json.loads(path.read_text())
-    assert [each["state_dtype"] for each in shown["settings"] if each["master"] is None] == [
-        None,
-        "float32",
-        "int8",
-    ]
+    states = [each["state_dtype"] for each in shown["settings"] if each["master"] is None]
+    assert states == [None, "int8"]
+    assert "there is no complex bfloat16" in " ".join(done.output.split())
     assert "not a plain tensor of real numbers" in str(shown["float32"])
 
 
@@ -214,8 +279,9 @@ def test_a_setting_that_a_parameter_refuses_says_why_and_others_are_shown(tmp_pa
         (("--model", f"{__name__}:make_nothing"), "has no attribute 'make_nothing'"),
         (("--model", f"{__name__}:make_a_number"), "returned int; name a function"),
         (("--optimizer", "Soap"), "found 'Soap'; use one of"),
-        (("--dtype", "float64"), "found 'float64'; use one of bfloat16"),
+        (("--dtype", "float64"), "found 'float64'; use one of bfloat16, float32, float16, bf16,"),
         (("--option", "momentum=0.9"), "momentum"),
+        (("--option", "lrr=3"), "lrr"),
         (("--option", "lr"), "found 'lr'; use name=value"),
         (("--option", "master=split"), "which cannot be given"),
         (("--option", "lr=-1"), "Invalid learning rate: -1"),

@@ -21,7 +21,7 @@ LANES = 16
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 FLOATS = {torch.float32: F32, torch.float64: F64}
-# of the C library, on one number at a time: rules that need them are rare
+# functions of the C library, on one number at a time: rules that need them are rare
 LIBRARY = {"power": "pow", "cos": "cos", "exp": "exp", "log": "log", "tanh": "tanh"}
 
 
@@ -34,7 +34,7 @@ def element_of(kind: ir.Type) -> ir.Type:
 
 
 def of_elements(element: ir.Type, like: ir.Type) -> ir.Type:
-    """The type with these elements, and as many as `like` has."""
+    """A type of such elements, a vector if `like` is one."""
     return wide(element) if isinstance(like, ir.VectorType) else element
 
 
@@ -55,7 +55,7 @@ def call_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, args: list
 
 
 def suffix(kind: ir.Type) -> str:
-    """A type as the names of intrinsics have it."""
+    """The name of a type within the names of intrinsics."""
     element = element_of(kind)
     name = (
         f"i{element.width}"
@@ -66,7 +66,7 @@ def suffix(kind: ir.Type) -> str:
 
 
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, sign: str = ">") -> ir.Value:
-    """The larger of two, or the smaller by "<"; NaN if either is."""
+    """The larger of two, or the smaller if `sign` is "<"; NaN if either is."""
     if isinstance(element_of(a.type), ir.IntType):
         return builder.select(builder.icmp_signed(sign, a, b), a, b)
     is_nan, wins = builder.fcmp_unordered("uno", a, a), builder.fcmp_ordered(sign, a, b)
@@ -102,7 +102,7 @@ def variable(builder: ir.IRBuilder, kind: ir.Type) -> ir.Value:
 
 # compiling
 
-# llvmlite has no bfloat type, but its text has: one instruction where the processor has it, instead of eight
+# llvmlite has no bfloat type, but LLVM's text has: one instruction on processors that know it, instead of eight
 ROUNDS_TO_BFLOAT = llvm.get_host_cpu_features().get("avx512bf16", False)
 TO_BFLOAT = "fusedstep_to_bfloat"
 TO_BFLOAT_TEXT = f"""
@@ -148,11 +148,11 @@ class Compiled:
         module = llvm.parse_assembly(text)
         module.verify()
         host = _host()
-        # which goes with the engine: two cannot share one
+        # the engine owns its target: two cannot share one
         target = llvm.Target.from_default_triple().create_target_machine(**host, opt=3)
         passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(module, passes)
-        # owns the code
+        # the engine owns the code
         self._engine = llvm.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
         self.address = self._engine.get_function_address(name)

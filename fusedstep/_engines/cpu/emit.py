@@ -38,7 +38,7 @@ _SHIFTS = {"shift_left": "shl", "shift_right": "lshr"}
 class Emitter:
     """Writes the instructions of a program for numbers of one type, a vector's or a scalar's.
 
-    Beside a vector of a block's elements there may be one number for all of them.
+    Beside a vector of a block's elements there may be one number that all of them share.
     """
 
     def __init__(self, builder: ir.IRBuilder, kind: ir.Type, rounds_power: bool = False) -> None:
@@ -96,7 +96,7 @@ class Emitter:
         return self._stored_word(op, args)
 
     def _stored_word(self, op: str, args: list[ir.Value]) -> ir.Value:
-        """The words of formats, but for what a whole block is needed for."""
+        """The words of formats, except those that need a whole block."""
         b, value, kind = self.builder, args[0], args[0].type
         if op == "bits":
             return b.bitcast(resized(b, value, F32), of_elements(I32, kind))
@@ -126,7 +126,7 @@ class Emitter:
         return self._drawn[fours][word]
 
     def _alike(self, args: list[Any], like: ir.Type | None = None) -> list[ir.Value]:
-        """Numbers of one type: conditions as 0 or 1, constants as what they stand beside, one for all lanes."""
+        """Arguments of one type: conditions as 0 or 1, constants as the others, single numbers in all lanes."""
         values = [self._number(arg) for arg in args if not isinstance(arg, float)]
         if not values:
             element = self.kind if like is None else of_elements(self.element, like)
@@ -157,7 +157,7 @@ class Emitter:
         if not isinstance(kind, ir.VectorType):
             result = self._call_library(op, args)
             if op == "power" and self._rounds_power:
-                # where scalars are float32, what cancels (1 - beta^t) must be rounded before it does
+                # where scalars are float32, a power must be rounded before it cancels, as in 1 - beta^t
                 result = self.builder.fpext(self.builder.fptrunc(result, F32), F64)
             return result
         result = ir.Constant(kind, ir.Undefined)
@@ -181,8 +181,8 @@ class Emitter:
 
 
 def added(builder: ir.IRBuilder, kind: str, total: ir.Value, value: ir.Value, mask: Any) -> ir.Value:
-    """A running sum, or largest, of sixteen parts with `value`, or those lanes of `mask`, taken in."""
-    if mask is not None:  # what lies beyond may be NaN
+    """Sixteen running sums, or maxima, that take in `value`, or its lanes in `mask`."""
+    if mask is not None:  # lanes beyond the end may be NaN
         value = builder.select(mask, value, ir.Constant(value.type, None))
     value = resized(builder, value, F64)
     return larger(builder, total, value) if kind == "max" else builder.fadd(total, value)

@@ -1,10 +1,10 @@
 """The cpu engine: sweeps over a table of addresses, and the threads that share them.
 
-Large tensors are cut into chunks and small ones packed, into ranges of about equal work that threads take one
-after the other; who takes which does not change a bit of the result. The threads are the OpenMP team that torch
-itself runs on, honouring `torch.get_num_threads()`: after a backward they are still awake, and threads of our
-own would fight them for the cores (measured: 4 ms a step). Where that team cannot be had (another compiler's
-OpenMP, a forked child), Python's threads do the work.
+Large tensors are cut into chunks, and chunks are packed into ranges of about equal work that threads take one
+after the other; which thread takes which does not change a bit of the result. The threads are the OpenMP team
+that torch itself runs on, honouring `torch.get_num_threads()`: after a backward they are still awake, and
+threads of our own would fight them for the cores (measured: 4 ms a step). Where that team is not available
+(another compiler's OpenMP, a forked child), Python's threads do the work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .kernels import CHUNK, JOB, PREPARE_JOB, compile_prepare, compile_reduce, c
 
 NAME = "cpu"
 BY_ADDRESS = True
-# elements that are worth a turn of a thread
+# elements of a range: enough for a thread to take a turn
 _RANGE = 1 << 19
 
 _compiling = threading.Lock()
@@ -41,7 +41,7 @@ def chunk(program: Program) -> int:
 
 
 def bind(table: Any) -> Executable:
-    # one thread at a time: LLVM is not asked to be safe for more
+    # one thread at a time: we do not rely on LLVM to be safe for more
     with _compiling:
         return Executable(table)
 
@@ -53,14 +53,16 @@ class Executable:
         self._table, self._status = table, table.status.numpy()
         sweeps = range(max(len(bucket.program.sweeps) for bucket in table.buckets))
         self._prepares = [[_Prepare(table, *run) for run in table.scalar_runs(k)] for k in sweeps]
+        # for every sweep, whether what comes before it decides if the step is skipped
+        self._decides = [any(prepare.decides for prepare in prepares) for prepares in self._prepares]
         self._sweeps = [[_Sweep(table, bucket, k) for bucket in table.buckets_with(k)] for k in sweeps]
 
     def prepare(self, k: int, amp: Amp) -> None:
-        # what tells whether a step is taken lives on the host: reading it waits for nothing
+        # what decides whether a step is taken is on the host: reading it waits for nothing
         scale = 1.0 if amp.scale is None else float(amp.scale)
         found_inf = 0.0 if amp.found_inf is None else float(amp.found_inf)
         skips = [prepare(scale, found_inf) for prepare in self._prepares[k]]
-        if any(prepare.decides for prepare in self._prepares[k]):
+        if self._decides[k]:
             # all of them find the same
             skip, status = skips[0] != 0, self._status
             status[SKIP], status[FOUND], status[SCALE] = skip, skip, scale
@@ -77,7 +79,7 @@ class Executable:
 
 
 class _Prepare:
-    """Scalars of consecutive rows that have them in common."""
+    """Computes scalars of consecutive rows that have the same code for them."""
 
     def __init__(self, table: Any, scalars: Scalars, first_row: int, end_row: int) -> None:
         self.decides = scalars.skip is not None
@@ -85,7 +87,7 @@ class _Prepare:
         dtypes = table.steps.dtype, table.scalars.dtype
         self._kernel = compile_prepare(scalars, columns, table.counts and self.decides, *dtypes)
         self._table, self._together = table, {kind for kind, _ in scalars.inputs if kind.endswith("_total")}
-        # views of what the table has; the two totals are filled before each call
+        # views of the table's memory; the two totals are filled before each call
         self._measured, self._ids = (t.numpy() for t in table.shared)
         self._clip_totals = np.zeros((len(self._measured), int(self._ids.max(initial=0)) + 1))
         self._all_totals = np.zeros(len(self._measured))
@@ -99,7 +101,7 @@ class _Prepare:
         self._address = self._job.ctypes.data
 
     def __call__(self, scale: float, found_inf: float) -> float:
-        """Returns what is not 0 if the step is to be skipped."""
+        """Returns a number that is not 0 if the step is to be skipped."""
         if "clip_total" in self._together:
             self._add_up_clip_groups()
         if "all_total" in self._together:
@@ -108,7 +110,7 @@ class _Prepare:
 
     def _add_up_clip_groups(self) -> None:
         kinds = self._table.shared_kinds
-        # more may be shared than decides about a step
+        # more sums may be shared than those that decide about a step
         for kind, measured, totals in zip(kinds, self._measured, self._clip_totals, strict=False):
             totals[:] = clip_totals(kind, measured, self._ids)
 
@@ -132,7 +134,7 @@ class _Sweep:
         self._job = np.array(job, np.int64)
         self._address, self._ranges = self._job.ctypes.data, len(cuts) - 1
         assert len(self._job) == len(JOB)
-        # jobs point to them
+        # the job points to them
         self._keep = arrays
         self._reduce = None
         if sweep.folds:

@@ -24,7 +24,7 @@ from . import planes as stored
 from .build import F32, F64, FLOATS, I32, I64, LANES, Compiled
 from .emit import Emitter, added, folded
 
-# elements: a chunk fits the caches
+# elements of a chunk, which fits into caches
 CHUNK = 1 << 16
 
 PREPARE_JOB = (
@@ -60,7 +60,7 @@ class _Job:
         return self.fields[name]
 
     def at(self, name: str, kind: ir.Type, row: Any, column: Any = None) -> ir.Value:
-        """Where an element of a vector, or of a matrix, is."""
+        """The address of an element of a vector, or of a matrix."""
         b = self.builder
         index = row
         if column is not None:
@@ -77,9 +77,9 @@ class _Job:
 def compile_prepare(
     scalars: Scalars, option_columns: tuple[int, ...], counts: bool, steps: torch.dtype, exact: torch.dtype
 ) -> Compiled:
-    """prepare(job, scale, found_inf): returns what is not 0 if the step is to be skipped.
+    """prepare(job, scale, found_inf): returns a number that is not 0 if the step is to be skipped.
 
-    Computed in float64, also where the tables are float32.
+    Computed in float64, even if the tables are float32.
     """
     b = build.function("fusedstep_prepare", F64, [_POINTER, F64, F64])
     job, (_, scale, found_inf) = _Job(b, PREPARE_JOB), b.function.args
@@ -140,7 +140,7 @@ def compile_prepare(
 
 @functools.cache
 def compile_sweep(sweep: Sweep, planes: tuple[Plane, ...], steps: torch.dtype, exact: torch.dtype) -> Compiled:
-    """sweep(job), in which threads take ranges until none is left."""
+    """sweep(job): threads take ranges until none is left."""
     b = build.function("fusedstep_sweep", _VOID, [_POINTER])
     job = _Job(b, JOB)
     again, turn, done = (b.function.append_basic_block(name) for name in ("again", "turn", "done"))
@@ -192,7 +192,7 @@ def _emit_chunk(
         return _Sixteen(Emitter(b, build.wide(compute)), [None] * (first_result + len(sweep.code)), i, place)
 
     def run(part: _Sixteen, first: _Sixteen, after: bool) -> None:
-        """What is done before a whole block is known, or after; what is shared there once, in its `first`."""
+        """Emit what comes before a whole block is known, or after; values that it shares once, in `first`."""
         for k, (op, args) in enumerate(sweep.code, first_result):
             if needs_block[k] == after and op != "block_largest":
                 is_shared = part is not first and not isinstance(first.values[k].type, ir.VectorType)
@@ -250,17 +250,17 @@ class _Sixteen(NamedTuple):
 
 
 def _needs_block(sweep: Sweep) -> list[bool]:
-    """Of every value of a sweep, whether a whole block must be known before."""
+    """For every value of a sweep, whether it depends on a whole block."""
     found = [False] * (len(sweep.loads) + len(sweep.columns))
     for op, args in sweep.code:
         of_args = [found[arg] for arg in args if not isinstance(arg, float)]
-        assert op != "block_largest" or not any(of_args), "the largest of what needs a block itself"
+        assert op != "block_largest" or not any(of_args), "block_largest of a value that depends on a block"
         found.append(op == "block_largest" or any(of_args))
     return found
 
 
 def _draw_inputs(b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir.Type) -> tuple[ir.Value, ...]:
-    """Of the elements of row `t` from `i` on: see `bits.DRAW_INPUTS`."""
+    """`bits.DRAW_INPUTS` of the elements of row `t` from `i` on."""
     seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
     numbers = ir.Constant(build.wide(I64), [*range(LANES)])
     index = b.add(build.fill(b, b.add(first, i)), numbers)
@@ -275,7 +275,7 @@ def _draw_inputs(b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir
 
 @functools.cache
 def compile_reduce(kinds: tuple[str, ...], exact: torch.dtype) -> Compiled:
-    """reduce(partials, firsts, sums, count, width): chunks of a tensor one after the other."""
+    """reduce(partials, firsts, sums, count, width): adds up the chunks of each tensor, in order."""
     b = build.function(
         "fusedstep_reduce", _VOID, [F64.as_pointer(), _POINTER, FLOATS[exact].as_pointer(), I64, I64]
     )

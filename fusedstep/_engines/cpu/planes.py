@@ -1,6 +1,6 @@
 """How sixteen elements are loaded and stored: the one place where the cpu engine knows what planes hold.
 
-They are widened to the type computed in, and rounded to nearest even back.
+Loading widens them to the type computed in, storing rounds them to nearest even.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .build import (
 
 
 class Place(NamedTuple):
-    """Where a vector's elements are: lanes beyond the end of a tensor, if any, and their inputs of draws."""
+    """Where a vector's elements are: a mask, if some lie beyond the end, and inputs of their random bits."""
 
     mask: Any = None
     draw_inputs: tuple[ir.Value, ...] = ()
@@ -53,11 +53,11 @@ _SHORT = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16"}
 
 
 def block_largest(builder: ir.IRBuilder, vectors: Sequence[ir.Value], masks: Sequence[Any]) -> ir.Value:
-    """The bits of the largest number in vectors that are a block, without its sign; NaN is above all."""
+    """The bits of the largest absolute value in the vectors of a block; NaN is above all."""
     whole, largest = wide(I32), constant(wide(I32), 0)
     for value, mask in zip(vectors, masks, strict=True):
         size = builder.and_(builder.bitcast(resized(builder, value, F32), whole), constant(whole, 0x7FFFFFFF))
-        # what lies beyond is no part of the block
+        # lanes beyond the end are no part of the block
         size = size if mask is None else builder.select(mask, size, constant(whole, 0))
         largest = larger(builder, largest, size)
     return call_intrinsic(builder, f"llvm.vector.reduce.smax.{suffix(whole)}", I32, [largest])
@@ -72,7 +72,7 @@ def below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 def load(
     builder: ir.IRBuilder, address: ir.Value, index: ir.Value, plane: Plane, to: ir.VectorType, place: Place
 ) -> ir.Value:
-    """Sixteen elements from `index` on, or those of the mask; one, if they share it."""
+    """Sixteen elements from `index` on, or those in the mask; one number, if they share it."""
     stored, size = plane.dtype, plane.dtype.itemsize
     if plane.block > 1:
         one = builder.load(_place(builder, address, builder.udiv(index, I64(plane.block)), _STORED[stored]))
@@ -112,7 +112,7 @@ def _place(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, stored: ir
 
 
 def resized(builder: ir.IRBuilder, value: ir.Value, element: ir.Type) -> ir.Value:
-    """Numbers of 32 or 64 bits as the others."""
+    """Numbers of 32 or 64 bits, converted to `element`."""
     if element_of(value.type) == element:
         return value
     change = builder.fpext if element == F64 else builder.fptrunc
@@ -133,7 +133,7 @@ def widened(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype, to: ir.
 
 
 def _cut(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir.Value:
-    """A bfloat16 that is one already: processors take those next to 0 for 0 when they round."""
+    """Bits of a float32 that is a bfloat16 already: processors that round turn those next to 0 into 0."""
     value = resized(builder, value, F32)
     bits = builder.lshr(
         builder.bitcast(value, of_elements(I32, value.type)), constant(of_elements(I32, value.type), 16)
@@ -144,7 +144,7 @@ def _cut(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir.Valu
 def narrowed(builder: ir.IRBuilder, value: ir.Value, stored: torch.dtype) -> ir.Value:
     if not stored.is_floating_point:
         return builder.trunc(value, of_elements(_STORED[stored], value.type))
-    # 16 bits are reached from 32: processors have no instruction for more at once
+    # 64 bits go to 16 through 32: processors have no single instruction for it
     value = resized(builder, value, F64 if stored == torch.float64 else F32)
     kind = value.type
     if stored == torch.float16:

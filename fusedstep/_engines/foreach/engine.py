@@ -22,7 +22,7 @@ from torch import Tensor
 from ..._algorithm.program import Program, Sweep
 from ..._algorithm.step import GRAD
 from .. import FOUND, LIVE, SCALE, SKIP, SKIPPED, Amp, is_capturing, is_traced
-from .lists import HOST_LIST_BYTES, LIST_BYTES, Columns, Part, parts
+from .lists import Columns, Part, list_bytes, parts
 from .placed import pieces
 from .placed import run as run_piece
 from .resolve import Operation, Resolved
@@ -57,6 +57,8 @@ class Executable:
         programs = [bucket.program for bucket in table.buckets]
         self._reports = any(program.report_columns or program.group_columns for program in programs)
         self._columns: list[Columns] = []
+        # by bucket and sweep, what was resolved last: scalars that are the same at every step are resolved once
+        self._resolved: dict[tuple, Resolved] = {}
         # whether the host knows that this step is skipped
         self._is_skipped = False
         self._is_status_clear = False
@@ -216,16 +218,29 @@ class Executable:
         copied = {i for i, plane in enumerate(bucket.program.planes) if plane.dtype != dtype}
         stored = {place for place, _ in sweep.stores if place != GRAD}
         free = copied if skip is not None else copied | stored
-        for part in parts(table, bucket, sweep, columns, self._is_host):
-            if part.key not in resolved:
-                scalars = [] if columns is None else columns.take(table, sweep, part.rows, dtype)
-                resolved[part.key] = Resolved(sweep, scalars, dtype, free, self._is_host)
-            yield part.rows, _run(resolved[part.key], part, bucket, skip, sweep.clears)
+
+        def resolve(key: Any, rows: list[int]) -> Resolved:
+            if key not in resolved:
+                scalars = [] if columns is None else columns.take(table, sweep, rows, dtype)
+                place = bucket.first_row, id(sweep), skip is None
+                if place not in self._resolved or not self._resolved[place].is_for(scalars):
+                    self._resolved[place] = Resolved(sweep, scalars, dtype, free, self._is_host)
+                resolved[key] = self._resolved[place]
+            return resolved[key]
+
+        def limit_of(key: Any, rows: list[int]) -> int | None:
+            # one operation in place leaves no results behind, for which there would have to be room
+            if not copied and skip is None and resolve(key, rows).is_one_in_place:
+                return None
+            return list_bytes(self._is_host)
+
+        for part in parts(table, bucket, sweep, columns, limit_of):
+            yield part.rows, _run(resolve(part.key, part.rows), part, bucket, skip, sweep.clears)
 
     def _pieces(self, bucket: Any, sweep: Sweep, columns: Columns | None, skip: Tensor | None) -> Swept:
         """The same where elements share numbers, hold whole ones, or draw random bits."""
         table, program = self._table, bucket.program
-        dtype, limit = program.compute_dtype, HOST_LIST_BYTES if self._is_host else LIST_BYTES
+        dtype, limit = program.compute_dtype, list_bytes(self._is_host)
         resolved: dict[int, Resolved] = {}
         for row, piece in pieces(table, bucket, limit):
             if row not in resolved:
@@ -263,7 +278,7 @@ def _run(resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clear
         for _, slot in resolved.loads:
             loaded[slot] = _load(tensors[slot], dtype, part.plain)
     values = resolved.run(loaded) if part.plain else resolved.run_one(loaded)
-    if resolved.is_in_place:
+    if part.plain and resolved.is_in_place:
         return []
     of = dict(zip(resolved.order, values, strict=True))
 
@@ -279,7 +294,8 @@ def _run(resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clear
         home = homes.get(id(numbers), slot)
         # in the memory of another slot, which will be written
         new[slot] = [t.clone() for t in numbers] if home != slot and home in stored else numbers
-    resolved.is_in_place = part.plain and not resolved.folds and all(new[i] is tensors[i] for i in new)
+    if part.plain:
+        resolved.is_in_place = not resolved.folds and all(new[i] is tensors[i] for i in new)
     # before anything is stored: what is summed may be what was loaded
     folded = [_folded(kind, result(x), part.plain) for kind, x in resolved.folds]
     for slot, numbers in new.items():

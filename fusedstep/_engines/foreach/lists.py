@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Scalars, Sweep
-from .. import GROUP, SIZES, is_traced
+from .. import GROUP, PLAIN_TYPES, SIZES, is_traced
 from .scalars import Run
 from .words import COMPARISONS
 
@@ -20,7 +20,9 @@ from .words import COMPARISONS
 LIST_BYTES = 64 << 20
 HOST_LIST_BYTES = 5 << 19
 
-_PLAIN = {Tensor, torch.nn.Parameter}
+
+def list_bytes(is_host: bool) -> int:
+    return HOST_LIST_BYTES if is_host else LIST_BYTES
 
 
 class Part(NamedTuple):
@@ -44,18 +46,26 @@ class Columns:
 
     def keys(self, table: Any, sweep: Sweep, rows: Sequence[int]) -> list[Any] | None:
         """For each row, what those in one list must have in common; None if all have it."""
-        places = np.array(rows) - self.run.first
         apart = []
         for column in _conditions(sweep):
-            numbers = self._known[column][places] if column in self._known else None
-            if numbers is not None and (numbers != numbers[0]).any():
-                apart.append(numbers.tolist())
+            numbers = self._numbers(column, rows) if column in self._known else []
+            if len(numbers) > 1:
+                apart.append(numbers)
         if any(self._is_shared(column) for column in sweep.columns):
             classes = self._classes(table, rows)
             # with lists of a few, one operation for each tensor with its own scalar is the smaller evil
             if 1 < len({*classes}) <= len(rows) // 8:
                 apart.append(classes)
         return [*zip(*apart, strict=True)] if apart else None
+
+    def _numbers(self, column: int, rows: Sequence[int]) -> list[float]:
+        """The numbers of these rows in a column that the host knows: one, if it is the same for all of them."""
+        numbers = self._known[column]
+        # a number of all rows is broadcast to them
+        if numbers.strides != (0,):
+            numbers = numbers[np.array(rows) - self.run.first]
+        is_one = numbers.strides == (0,) or (numbers == numbers[0]).all()
+        return numbers[:1].tolist() if is_one else numbers.tolist()
 
     def _is_shared(self, column: int) -> bool:
         """Whether only the device knows it, and it is the same for rows of a group with equal step counts."""
@@ -69,25 +79,24 @@ class Columns:
 
     def take(self, table: Any, sweep: Sweep, rows: Sequence[int], dtype: torch.dtype) -> list[Any]:
         """Every scalar of these rows: one if that is the same for all of them, else one for each."""
-        places = [row - self.run.first for row in rows]
         one_class = None
         found: list[Any] = []
         for column in sweep.columns:
             if column in self._known:
-                numbers = self._known[column][places]
-                found.append(float(numbers[0]) if (numbers == numbers[0]).all() else numbers.tolist())
+                numbers = self._numbers(column, rows)
+                found.append(numbers if len(numbers) > 1 else numbers[0])
                 continue
             vector = self._in(dtype, column)
             if self._is_shared(column) and one_class is None:
                 one_class = len({*self._classes(table, rows)}) == 1
             if vector.dim() == 0:
                 found.append(vector)
-            elif len(places) == 1 or (one_class and self._is_shared(column)):
-                found.append(vector[places[0]])
+            elif len(rows) == 1 or (one_class and self._is_shared(column)):
+                found.append(vector[rows[0] - self.run.first])
             else:
                 # a list of places would have to be copied to the device, which waits
                 scalars = vector.unbind()
-                found.append([scalars[i] for i in places])
+                found.append([scalars[row - self.run.first] for row in rows])
         return found
 
     def _in(self, dtype: torch.dtype, column: int) -> Tensor:
@@ -99,9 +108,7 @@ class Columns:
         """Whether a scalar differs between these rows, or may."""
         if any(column in self._unknown for column in sweep.columns):
             return True
-        places = [row - self.run.first for row in rows]
-        known = (self._known[column][places] for column in sweep.columns)
-        return any((numbers != numbers[0]).any() for numbers in known)
+        return any(len(self._numbers(column, rows)) > 1 for column in sweep.columns)
 
 
 @functools.cache
@@ -132,13 +139,21 @@ def _conditions(sweep: Sweep) -> frozenset[int]:
     return found
 
 
-def parts(table: Any, bucket: Any, sweep: Sweep, columns: Columns | None, is_host: bool) -> Iterator[Part]:
-    """The live rows of a bucket, in lists of bounded size."""
-    limit = HOST_LIST_BYTES if is_host else LIST_BYTES
+def parts(
+    table: Any,
+    bucket: Any,
+    sweep: Sweep,
+    columns: Columns | None,
+    limit_of: Callable[[Any, list[int]], int | None],
+) -> Iterator[Part]:
+    """The live rows of a bucket, in lists of no more bytes than `limit_of(key, rows)`, if that is a limit."""
     slots, rows = bucket.tensors, [bucket.first_row + i for i in bucket.live]
-    # beside scalars of a subclass (LocalTensor: one for each rank) nothing may be overwritten
-    odd = _odd_places(slots) if type(table.scalars) is Tensor else {*range(len(rows))}
-    if len(odd) < len(rows) and any(map(Tensor.is_complex, slots[0])):
+    if type(table.scalars) is not Tensor:
+        # beside scalars of a subclass (LocalTensor: one for each rank) nothing may be overwritten
+        odd = {*range(len(rows))}
+    else:
+        odd = set() if bucket.is_plain and not is_traced() else _odd_places(slots)
+    if not bucket.is_plain and len(odd) < len(rows) and any(map(Tensor.is_complex, slots[0])):
         slots = [
             [torch.view_as_real(t) if t.is_complex() and i not in odd else t for i, t in enumerate(tensors)]
             for tensors in slots
@@ -153,18 +168,22 @@ def parts(table: Any, bucket: Any, sweep: Sweep, columns: Columns | None, is_hos
     lists: dict[Any, list[int]] = {(): places} if keys is None else {}
     for i, key in zip(places, keys or (), strict=False):
         lists.setdefault(key, []).append(i)
-    sizes = [n * slots[0][places[0]].itemsize for n in map(Tensor.numel, slots[0])]
+    sizes: list[int] = []
     for key, members in lists.items():
+        of_list = [rows[i] for i in members]
         # those of a list with scalars of their own are resolved by themselves
-        same = columns is None or not columns.differ(sweep, [rows[i] for i in members])
-        for part in _bounded(members, sizes, limit):
-            of_part = [rows[i] for i in part]
+        same = columns is None or not columns.differ(sweep, of_list)
+        limit = limit_of((key, () if same else (*of_list,)), of_list)
+        if limit is not None and not sizes:
+            sizes = [n * slots[0][places[0]].itemsize for n in map(Tensor.numel, slots[0])]
+        for part in [members] if limit is None else _bounded(members, sizes, limit):
+            of_part = of_list if part is members else [rows[i] for i in part]
             tensors = slots if len(part) == len(rows) else [[column[i] for i in part] for column in slots]
-            part_key = (key, () if same else (*of_part,))
-            if len(part) == 1 and sizes[part[0]] > limit:
-                yield from _cut(Part(part_key, of_part, tensors, plain=True), limit)
+            whole = Part((key, () if same else (*of_part,)), of_part, tensors, plain=True)
+            if limit is not None and len(part) == 1 and sizes[part[0]] > limit:
+                yield from _cut(whole, limit)
             else:
-                yield Part(part_key, of_part, tensors, plain=True)
+                yield whole
 
 
 def _odd_places(slots: list[list[Tensor]]) -> set[int]:
@@ -173,8 +192,8 @@ def _odd_places(slots: list[list[Tensor]]) -> set[int]:
         return {*range(len(slots[0]))}
     flat = [*chain.from_iterable(slots)]
     odd: set[int] = set()
-    if not {*map(type, flat)} <= _PLAIN:
-        odd |= {i % len(slots[0]) for i, t in enumerate(flat) if type(t) not in _PLAIN}
+    if not {*map(type, flat)} <= PLAIN_TYPES:
+        odd |= {i % len(slots[0]) for i, t in enumerate(flat) if type(t) not in PLAIN_TYPES}
     # states were allocated here
     params, grads = slots[:2]
     if any(map(Tensor.is_neg, params)) or any(map(Tensor.is_neg, grads)) or any(map(Tensor.is_complex, params)):

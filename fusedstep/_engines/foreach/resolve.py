@@ -53,6 +53,7 @@ class Resolved:
         for op, args in sweep.code:
             found = [arg if isinstance(arg, float) else values[arg] for arg in args]
             values.append(_simplified(op, found, dtype))
+        self._scalars = columns
         self.stores = [(slot, values[number]) for slot, number in sweep.stores]
         self.folds = [_fold(kind, values[number]) for number, kind in sweep.folds]
         self._dtype = dtype
@@ -62,8 +63,10 @@ class Resolved:
         free = {x for x in self.order if x.op != "load" or x.slot in free_slots} - {*results}
         numbers = {x: i for i, x in enumerate(self.order)}
         self.loads = [(numbers[x], x.slot) for x in self.order if x.op == "load"]
-        # whether operations left all results where they are stored; found out with the first list
+        # whether operations on lists left all results where they are stored; found out with the first list
         self.is_in_place = False
+        # whether all there is to do is one operation that overwrites what it has loaded
+        self.is_one_in_place = False
         # of every operation: what to call, its arguments, and those that are gone then; integers are places
         self._calls: list[tuple[int, Callable, list[Any], list[int]]] = []
         for x in self.order:
@@ -74,9 +77,14 @@ class Resolved:
                 for arg in x.args
             )
             call = on_lists(x.op, "".join(map(_kind, x.args)), dying, dtype, is_host)
+            self.is_one_in_place = not self._calls and any(dying) and not self.folds
             places = [numbers[arg] if isinstance(arg, Operation) else arg for arg in x.args]
             gone = [numbers[arg] for arg in {*x.inputs} if last_use[arg] is x and arg not in results]
             self._calls.append((numbers[x], call, places, gone))
+
+    def is_for(self, scalars: list[Any]) -> bool:
+        """Whether these are the scalars that it was made with, and all of them are numbers."""
+        return all(type(x) is float for x in scalars) and scalars == self._scalars
 
     def run(self, tensors: Lists | dict[int, list[Tensor]]) -> list[Any]:
         """Do them all, on these tensors of every slot; returns the results in the order of operations."""

@@ -46,8 +46,10 @@ class HostInputs(NamedTuple):
 
 
 def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
-    """All values of a run, the inputs and then the results of its code; None where it takes the device."""
-    options = known.options[table.host_cells[run.rows, GROUP]]
+    """All values of a run, the inputs and then the results of its code; None where it takes the device. Values
+    that are the same for all rows may have one element.
+    """
+    options = known.options[_one_if_equal(table.host_cells[run.rows, GROUP])]
 
     def value(kind: str, which: Any) -> Any:
         if kind == "option":
@@ -55,7 +57,7 @@ def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
             # NaN stands for a tensor on the device, where the host does not know everything
             return None if known.sums is None and np.isnan(found).any() else found
         if kind == "step":
-            return None if known.steps is None else known.steps[run.rows]
+            return None if known.steps is None else _one_if_equal(known.steps[run.rows])
         if kind in SIZES:
             return table.host_cells[run.rows, SIZES[kind]].astype(np.float64)
         if kind == "kept":
@@ -75,6 +77,10 @@ def on_host(table: Any, run: Run, known: HostInputs) -> list[Any]:
     for op, args in run.scalars.code:
         values.append(_on_known(op, [arg if isinstance(arg, float) else values[arg] for arg in args]))
     return values
+
+
+def _one_if_equal(numbers: np.ndarray) -> np.ndarray:
+    return numbers[:1] if (numbers == numbers[0]).all() else numbers
 
 
 def _on_known(op: str, args: list[Any]) -> Any:

@@ -27,7 +27,7 @@ from .sweep import fusedstep_sweep
 
 NAME = "triton"
 BY_ADDRESS = True
-# read once: every look at a knob of Triton's is a look at the environment
+# read once: Triton reads the environment each time
 _INTERPRET = triton.knobs.runtime.interpret
 
 
@@ -44,12 +44,12 @@ def _shape(planes: Sequence[Plane]) -> _Shape:
     """The best for such planes on an H200: benchmarks/MEASURED.md."""
     if all(plane.block == 1 for plane in planes):
         return _Shape(256, 4, 2)
-    # 8 bits are decoded by so many instructions that more warps count, as long as nothing is spilled
+    # decoding 8 bits takes so many instructions that more warps help, as long as nothing is spilled
     rest = next((plane.dtype for plane in planes if plane.name == "master_rest"), None)
     return _Shape(512, 2, 2, {None: 64, torch.int8: 68, torch.int16: 72}[rest])
 
 
-# tensors for which one program prepares scalars, and how many others it looks at together
+# rows that one program prepares scalars for, and how many other rows it reads at once
 _ROWS, _OTHERS = 32, 256
 # chunks that a program adds up at once
 _ADDED, _ADDING_WARPS = 2048, 16
@@ -83,12 +83,12 @@ def unavailable(device_type: str) -> str | None:
 
 
 def chunk(program: Program) -> int:
-    """More where 8 bits are decoded: fewer bytes to move, and as much to do before."""
+    """More for 8 bits: there are fewer bytes to move, and as much to do before."""
     return 1024 if program.block == 1 else 4096
 
 
 def bind(table: Any) -> Executable:
-    with _on(table.device):
+    with on(table.device):
         return Executable(table)
 
 
@@ -99,7 +99,7 @@ class Executable:
         self._device = table.device
         numels = np.concatenate([bucket.numels for bucket in table.buckets])
         sizes = np.concatenate([np.full(len(bucket.rows), chunk(bucket.program)) for bucket in table.buckets])
-        # of every chunk of the table its row, and its number within that
+        # the row of every chunk of the table, and its number within that
         places = torch.from_numpy(np.stack(chunks(numels, sizes), 1).astype(np.int32)).to(table.device)
         firsts = chunk_starts(numels, sizes)
         self._prepares: list[list[_Launch]] = []
@@ -114,18 +114,18 @@ class Executable:
 
     def prepare(self, k: int, amp: Amp) -> None:
         given = () if amp.scale is None and amp.found_inf is None else amp
-        with _on(self._device):
+        with on(self._device):
             for launch in self._prepares[k]:
                 launch(*given)
 
     def sweep(self, k: int, skips: bool) -> None:
-        with _on(self._device):
+        with on(self._device):
             for launch in self._sweeps[k]:
                 launch()
 
 
 def _prepare(table: Any, run: tuple[Scalars, int, int], tells: bool) -> _Launch:
-    """Scalars of consecutive rows that have them in common."""
+    """Computes scalars of consecutive rows that have the same code for them."""
     scalars, first, end = run
 
     def source(kind: str, which: Any) -> tuple[int, ...]:
@@ -169,10 +169,10 @@ def _prepare(table: Any, run: tuple[Scalars, int, int], tells: bool) -> _Launch:
 
 
 def _sweep(table: Any, k: int, run: Any, places: torch.Tensor, firsts: np.ndarray) -> Iterator[_Launch]:
-    """One launch per bucket, and one that adds up what they summed."""
+    """One launch per bucket, and one that adds up their sums over chunks."""
     first_fold, kinds, buckets = run
     maxes = tuple(kind == "max" for kind in kinds)
-    # a chunk is small enough to be summed in what it is computed in
+    # a chunk is small enough to be summed in the type computed in
     dtype = max((b.program.compute_dtype for b in table.buckets), key=lambda dtype: dtype.itemsize)
     partials = torch.empty(len(places), len(kinds), dtype=dtype, device=table.device)
     for bucket in buckets:
@@ -190,7 +190,7 @@ def _sweep(table: Any, k: int, run: Any, places: torch.Tensor, firsts: np.ndarra
             "DRAWS": draws_of(sweep),
             "COLUMNS": sweep.columns,
             "MAXES": maxes,
-            # gradients are measured before that is decided
+            # the sweep that measures gradients comes before the decision
             "SKIPS": k > 0 or not table.spec.measures_first,
             "CLEARS": 1 if sweep.clears else None,
             "DTYPES": tuple(_TYPES[plane.dtype] for plane in planes),
@@ -222,10 +222,10 @@ class _Launch:
     def __init__(
         self, kernel: Any, programs: int, tables: tuple, optional: int, constants: dict, options: dict
     ) -> None:
-        """`constants` in the order of the kernel's arguments."""
+        """`constants` are in the order of the kernel's arguments."""
         self._kernel, self._grid = kernel, (programs, 1, 1)
         self._tables, self._constants, self._options = tables, tuple(constants.values()), options
-        # a tensor would be asked for its address at every launch, and the driver for that
+        # for a tensor, Triton would ask for its address, and the driver about that, at every launch
         self._addresses = tuple(map(_address, tables))
         self._without = (None,) * optional
         self._compiled: dict[tuple, Any] = {}
@@ -237,7 +237,7 @@ class _Launch:
     def _compile(self, optional: tuple) -> Any:
         args = (*self._tables, *optional, *self._constants)
         device = self._tables[0].device
-        # new tables mostly need the kernels that the last ones had, which Triton takes long to find again
+        # new tables mostly need the kernels of earlier ones, and Triton takes long to find these again
         special = map(_specialised, (*self._tables, *optional))
         key = self._kernel, device, *special, *self._constants, *self._options.items()
         if key not in _compiled:
@@ -267,7 +267,7 @@ _compiled: dict[tuple, Any] = {}
 
 
 def _specialised(argument: Any) -> Any:
-    """What Triton compiles for: the dtype of memory and whether it is aligned, what is special in a number."""
+    """What Triton compiles for: dtype and alignment of memory, special properties of a number."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -278,7 +278,7 @@ def _specialised(argument: Any) -> Any:
 def _launcher(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Any:
     """Launches a compiled kernel as torch's compiler does: 5 us instead of the 21 of Triton's front door."""
     if device.type != "cuda":
-        # behind it, other backends take other arguments
+        # beyond it, other backends take other arguments
         return compiled[grid]
     run, stream = compiled.run, triton.runtime.driver.active.get_current_stream
     fixed = compiled.function, compiled.packed_metadata, None, None, None
@@ -299,8 +299,8 @@ def _address(argument: Any) -> Any:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
-def _on(device: torch.device) -> Any:
-    """Triton launches on the current device."""
+def on(device: torch.device) -> Any:
+    """Make this device current: Triton launches there."""
     if device.type == "cpu" or device.index in (None, torch.accelerator.current_device_index()):
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)

@@ -112,7 +112,7 @@ def fusedstep_prepare(
         if COUNTS:
             tl.store(steps + t, count + 1, here & live & (values[COLUMNS] == 0))
         if TELLS:
-            # all programs find the same: one tells
+            # all programs find the same: one writes it
             tells = t == first
             tl.store(status + _SKIP + t * 0, skip.to(tl.float32), tells)
             tl.store(status + _FOUND + t * 0, skip.to(tl.float32), tells)

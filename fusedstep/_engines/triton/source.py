@@ -37,7 +37,7 @@ def _tanh(a):
     return tl.where(x < 0, -value, value).to(a.dtype)
 
 
-# whether all NaN that are computed have all bits set, but for the sign
+# whether every computed NaN has all bits set, except the sign
 _HAS_ONE_NAN = tl.constexpr(torch.version.cuda is not None and not triton.knobs.runtime.interpret)
 
 
@@ -82,8 +82,8 @@ def _fast_root(a):
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "xor": "^"}
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-# written out instead of called: in the interpreter a call of a function costs more than what it does. FLOAT is
-# the type computed in
+# written out instead of called: in the interpreter, calling a function costs more than its work. FLOAT is the
+# type computed in
 _CALLS = {
     "neg": "-{}",
     "abs": "tl.abs({})",
@@ -105,13 +105,13 @@ _CALLS = {
 # correctly rounded
 _FLOAT32 = {**_CALLS, "div": "tl.div_rn({}, {})", "sqrt": "tl.sqrt_rn({})"}
 _FLOAT64 = {**_CALLS, "div": "{} / {}", "sqrt": "tl.sqrt({})"}
-# within two units of the last place, which 8 bits do not show, and a fifth of the instructions: with so few
-# bytes to move these would be what a sweep waits for
+# within two units of the last place, which 8 bits do not show, at a fifth of the instructions: with so few
+# bytes to move, a sweep would wait for these
 _FAST = {**_FLOAT32, "div": "{} / {}", "sqrt": "tl.sqrt({})"}
 if torch.version.cuda is not None and not triton.knobs.runtime.interpret:
-    # what is below 2**-126 is 0
+    # results below 2**-126 are 0
     _FAST |= {"div": "_fast_quotient({}, {})", "sqrt": "_fast_root({})"}
-# with whole numbers for results, whatever they take
+# their results are whole numbers, whatever they take
 _WHOLE = {
     "bits": "({}).to(tl.float32).to(tl.int32, bitcast=True)",
     "number_bits": "_number_bits({})",
@@ -122,7 +122,7 @@ _WHOLE = {
     "block_largest": "_block_largest({}, mask)",
     "draw": "words[{}]",
 }
-# `tl` is looked for in every function by the interpreter
+# the interpreter looks for `tl` in every function
 _NAMES = {
     "tl": tl,
     "_power": _power,
@@ -140,7 +140,7 @@ class _Writer:
     """Lines of a function; values are its arguments, then the results of instructions."""
 
     def __init__(self, kinds: str, calls: dict[str, str], draws: tuple[int, ...] = ()) -> None:
-        """`kinds`, a letter for each argument: `f`, a number; `i`, a whole one. Conditions are `t`."""
+        """`kinds` has a letter for each argument: `f`, a float; `i`, a whole number. Conditions are `t`."""
         self.lines: list[str] = []
         self._calls, self._float = calls, "tl.float64" if calls is _FLOAT64 else "tl.float32"
         self._names = [f"x{i}" for i in range(len(kinds))]
@@ -157,7 +157,7 @@ class _Writer:
 
     def write(self, op: str, args: tuple[int | float, ...]) -> None:
         number = len(self._names)
-        # of the arguments that must be of one kind
+        # the first value among arguments that must be of one kind
         same = args[1:] if op == "where" else args
         like = next((arg for arg in same if isinstance(arg, int)), None)
         is_whole = like is not None and self._kinds[like] == "i"
@@ -200,7 +200,7 @@ def _function(
     code: Sequence[Instruction],
     results: Sequence[int | float],
 ) -> Any:
-    """A device function that gives `results`, of these arguments and then the writer's."""
+    """A device function that returns `results`; it takes the arguments `first`, then the writer's."""
     given = ", ".join((*first, *writer.arguments))
     for op, args in code:
         writer.write(op, args)
@@ -224,13 +224,13 @@ def draws_of(sweep: Sweep) -> tuple[int, ...]:
 def sweep_function(sweep: Sweep, name: str, planes: tuple[Plane, ...]) -> Any:
     """rule(mask, words, *loaded, *scalars): what is stored, then what is summed.
 
-    `mask` tells which elements there are, and `words` are the random bits of `draws_of` the sweep.
+    `mask` says which elements exist, and `words` are the random bits of `draws_of` the sweep.
     """
     results = (*(value for _, value in sweep.stores), *(fold.value for fold in sweep.folds))
     kinds = "".join("i" if planes[place].is_whole else "f" for place in sweep.loads) + "f" * len(sweep.columns)
     is_coarse = any(plane.block > 1 for plane in planes)
     calls = _FLOAT64 if compute_dtype(planes) == torch.float64 else _FAST if is_coarse else _FLOAT32
-    # a lambda's name is none
+    # a lambda's name is no identifier
     name = f"fusedstep_{name}" if name.isidentifier() else "fusedstep_rule"
     return _function(name, ("mask", "words"), _Writer(kinds, calls, draws_of(sweep)), sweep.code, results)
 

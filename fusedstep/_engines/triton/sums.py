@@ -1,4 +1,4 @@
-"""Sums over tensors, or the largest: of a chunk, and by `fusedstep_reduce` of all chunks of a tensor."""
+"""Sums, or maxima, over a chunk, and by `fusedstep_reduce` over all chunks of a tensor."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A program reads its row (addresses, size, scalars) and works through its tiles: full chunks of aligned tensors
 unmasked and vectorised, the rest masked. If the sweep sums something, every program leaves the sums over its
-chunk. Where elements share numbers, a tile is a matrix whose rows are blocks, and what they share a column.
+chunk. Where elements share numbers, a tile is a matrix whose rows are blocks, and shared numbers are a column.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _addresses(row, PLANES: tl.constexpr, DTYPES: tl.constexpr, ALIGNED: tl.cons
 
 @triton.jit
 def _elements(start, SIZE: tl.constexpr, SHARE: tl.constexpr):
-    """Places of a tile's elements; in rows of SHARE, if so many share a number."""
+    """Places of a tile's elements; in rows of SHARE, if that many share a number."""
     if SHARE == 1:
         return start + tl.arange(0, SIZE)
     else:
@@ -50,7 +50,7 @@ def _elements(start, SIZE: tl.constexpr, SHARE: tl.constexpr):
 
 @triton.jit
 def _offsets(start, SIZE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr):
-    """The same for a plane, which may have one number for each row."""
+    """`_elements` for a plane, which may have one number for each row."""
     if SHARED == 1:
         return _elements(start, SIZE, SHARE)
     else:
@@ -65,7 +65,7 @@ def _words(row, step, o, DRAWS: tl.constexpr):
     step, position = step + low * 0, position.to(tl.uint32) + low * 0
     words = ()
     for k in tl.static_range(len(DRAWS)):
-        # one draw for four slots: the compiler sees that it is the same
+        # one draw for four slots: the compiler merges equal draws
         four = tl.philox(seed, low, high + (_fours(DRAWS[k]) << 18), step, position, _ROUNDS)
         words = words + (four[_word(DRAWS[k])].to(tl.int32, bitcast=True),)
     return words
@@ -92,7 +92,7 @@ def _tiles(
     TILES: tl.constexpr,
 ):
     """Update TILES x BLOCK elements from `start`, only those below `numel` unless that is None; returns `sums`
-    with what is to be summed added.
+    with theirs added.
     """
     LOADS: tl.constexpr = len(sources)
     STORES: tl.constexpr = len(targets)
@@ -120,7 +120,7 @@ def _tiles(
                 targets[k].dtype.element_ty.is_floating()
                 and targets[k].dtype.element_ty.primitive_bitwidth == 16
             ):
-                # by way of 32 bits, as processors do it
+                # through 32 bits, as processors do it
                 value = value.to(tl.float32)
             o = _offsets(start + tile * BLOCK, BLOCK, SHARE, STORE_SHARES[k])
             value = value.to(targets[k].dtype.element_ty)
@@ -128,7 +128,7 @@ def _tiles(
         more = ()
         for k in tl.static_range(len(sums)):
             term = x[STORES + k]
-            # what lies beyond may be NaN
+            # elements beyond the end may be NaN
             term = term if numel is None else tl.where(mask, term, 0)
             more = more + (joined(sums[k], term, MAXES[k]),)
         sums = more
