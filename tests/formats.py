@@ -61,11 +61,11 @@ def encoded(x, signed, draws=None, step=None):
     later = 0 if step is None else turn(step) % 2**32
     hashed = (_bits(x).astype(np.uint64) * 0x9E3779B1 + later) % 2**32
     words = hashed if draws is None else draws.astype(np.uint64)
-    # of a code, in parts of 2**12
-    up = (words >> np.uint64(20)).astype(np.float64)
-    # np.round takes halves to even, as a float does
-    fixed = np.round(np.where(np.signbit(x) & signed, -level, level) * 4096)
-    code = np.floor((fixed + up) / 4096)
+    # of a code, in parts of 2**16
+    up = (words >> np.uint64(16)).astype(np.float64)
+    # in parts of 2**14; np.round takes halves to even, as a float does
+    fixed = np.round(np.where(np.signbit(x) & signed, -level, level) * 2**14)
+    code = np.floor((4 * fixed + up) / 2**16)
     code = np.where(level < 0.5, 0, code) if signed else np.maximum(code, 1)
     return code.astype(np.int64), exponent.astype(np.int64)
 
@@ -98,25 +98,25 @@ def joined(p, rest):
 
 
 def philox(counter, key, rounds=7):
-    """Philox4x32 of Salmon et al. 2011: four words of counters, arrays, and two of a key."""
-    c, (k0, k1) = [np.asarray(word, np.uint64) & 0xFFFFFFFF for word in counter], key
+    """Philox2x32 of Salmon et al. 2011: two words of a counter, arrays, and one of a key."""
+    low, high = (np.asarray(word, np.uint64) & 0xFFFFFFFF for word in counter)
     for _ in range(rounds):
-        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-        c = [(b >> 32) ^ c[1] ^ k0, b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k1, a & 0xFFFFFFFF]
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c
+        product = low * np.uint64(0xD256D193)
+        low, high = (product >> 32) ^ key ^ high, product & 0xFFFFFFFF
+        key = (key + 0x9E3779B9) & 0xFFFFFFFF
+    return low, high
 
 
 def drawn(seed, position, slot, step, shape, first=0):
     """The random word of every element of a tensor, whose first is `first` in the whole one.
 
-    An element has four words at a step, for four slots.
+    An element has two words at a step, of which two slots each take the halves in another order.
     """
     index = np.arange(first, first + int(np.prod(shape)), dtype=np.uint64)
-    upper = (index >> 32) + np.uint64((slot // 4) << 18)
-    everywhere = [np.full_like(index, number) for number in (step, position)]
-    words = philox((index, upper, *everywhere), (seed & 0xFFFFFFFF, seed >> 32))
-    return words[slot % 4].astype(np.uint32).reshape(shape)
+    start = philox((step, position + (slot // 4 << 24)), (seed & 0xFFFFFFFF) ^ (seed >> 32))
+    word = philox((start[0] + index, start[1] + (index >> 32)), 0)[slot % 4 // 2]
+    word = word >> 16 | word << 16 & 0xFFFFFFFF if slot % 2 else word
+    return word.astype(np.uint32).reshape(shape)
 
 
 def bfloat16_by(x, draws):

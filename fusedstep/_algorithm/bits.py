@@ -61,6 +61,16 @@ def xor(a, b):
     return operation("xor", a, b)
 
 
+def with_sign(a, b):
+    """A whole number that is not negative, with the upper bit of another."""
+    return operation("with_sign", a, b)
+
+
+def byte(a, which: int):
+    """What a plane of 8 bits stores of a whole number: this byte, counted from the lowest."""
+    return operation("byte", a, which)
+
+
 def product_high(a, b):
     """The upper 32 bits of the product of two unsigned whole numbers."""
     return operation("product_high", a, b)
@@ -79,7 +89,7 @@ def block_largest(a):
 
 
 def draw(slot: int):
-    """32 random bits for each element of a slot."""
+    """32 random bits for each element of a slot. Those of two slots share bits, but not the upper 16."""
     value = Value("draw", slot)
     value.per_element = True
     return value
@@ -88,10 +98,9 @@ def draw(slot: int):
 # what random bits are drawn from, in the order in which engines pass it: the table, the row and the element.
 # `index` counts the elements of the whole tensor, row by row
 DRAW_INPUTS = ("seed_low", "seed_high", "position", "step", "index_low", "index_high")
-# slots that share a draw, each with a word of its own
+# slots that share a draw
 DRAWN_TOGETHER = 4
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIER, _KEY_STEP = 0xD256D193, 0x9E3779B9
 # the fewest rounds that pass BigCrush: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011
 ROUNDS = 7
 
@@ -103,19 +112,26 @@ def signed(number: int) -> int:
 
 
 def philox(counter: Any, key: Any) -> Any:
-    """Four random words from the four words of a counter."""
-    (a, b, c, d), (key0, key1) = counter, key
-    for _ in range(ROUNDS):
-        high0, low0 = product_high(a, signed(_MULTIPLIERS[0])), a * signed(_MULTIPLIERS[0])
-        high1, low1 = product_high(c, signed(_MULTIPLIERS[1])), c * signed(_MULTIPLIERS[1])
-        a, b, c, d = xor(xor(high1, b), key0), low1, xor(xor(high0, d), key1), low0
-        key0, key1 = key0 + signed(_KEY_STEPS[0]), key1 + signed(_KEY_STEPS[1])
-    return a, b, c, d
+    """Philox2x32: two random words from the two words of a counter."""
+    low, high = counter
+    for i in range(ROUNDS):
+        upper, lower = product_high(low, signed(_MULTIPLIER)), low * signed(_MULTIPLIER)
+        low, high = xor(xor(upper, key + signed(i * _KEY_STEP)), high), lower
+    return low, high
 
 
 def drawn(fours, seed_low, seed_high, position, step, index_low, index_high):
-    """A word for each of four slots, after `fours` such groups; see `DRAW_INPUTS`."""
-    return philox((index_low, index_high + (fours << 18), step, position), (seed_low, seed_high))
+    """A word for each of four slots, after `fours` such groups; see `DRAW_INPUTS`.
+
+    A tensor begins at a random place of one long stream, another one at every step, and its elements follow.
+    """
+    low, high = philox((step, position + (fours << 24)), xor(seed_low, seed_high))
+    low, high = philox((low + index_low, high + index_high), 0)
+    return low, _turned(low), high, _turned(high)
+
+
+def _turned(a):
+    return xor(shifted_left(a, 16), shifted_right(a, 16))
 
 
 @functools.cache

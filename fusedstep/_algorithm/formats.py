@@ -14,6 +14,7 @@ from .bits import (
     bits,
     block_largest,
     both,
+    byte,
     from_bits,
     number,
     number_bits,
@@ -22,7 +23,7 @@ from .bits import (
     shifted_right,
     signed,
     whole,
-    xor,
+    with_sign,
 )
 from .language import abs, maximum, minimum, where
 
@@ -30,7 +31,6 @@ from .language import abs, maximum, minimum, where
 BLOCK = 64
 
 _MAGNITUDE, _INFINITY, _NAN, _ONE = 0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x3F800000
-_SIGN = signed(0x80000000)
 _HALF = 0x3F000000
 # an exponent that reads as NaN, because 1 / scale would not be a normal number
 _NO_SCALE = 254
@@ -102,9 +102,8 @@ class Plain(NamedTuple):
 
 
 def _drawn_bfloat16(x, draw):
-    b = bits(x)
-    up = shifted_left(shifted_right(b + shifted_right(draw, 16), 16), 16)
-    return where(both(b, _MAGNITUDE) < _INFINITY, from_bits(up), x)
+    # infinity stays what it is: its lower bits are 0
+    return from_bits(both(number_bits(x) + shifted_right(draw, 16), signed(0xFFFF0000)))
 
 
 def _drawn_float16(x, draw):
@@ -166,7 +165,7 @@ class Int8(NamedTuple):
         if not self.is_signed:
             # in a new state, codes and scales are 0
             return from_bits(part) * scale
-        return from_bits(xor(maximum(part, 0), both(b, _SIGN))) * scale
+        return from_bits(with_sign(maximum(part, 0), b)) * scale
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         shift, levels = self._root
@@ -176,17 +175,17 @@ class Int8(NamedTuple):
         exponent = minimum(maximum(exponent, 20 if self.is_signed else 40), _NO_SCALE)
         part = bits(abs(x) * from_bits(shifted_left(254 - exponent, 23)))
         level = shifted_right(part, shift) + levels
-        # `fixed` has 12 bits after the point; its bits above the code are not stored
-        magic, x_or_size = (3072.0, xor(level, both(bits(x), _SIGN))) if self.is_signed else (2048.0, level)
-        fixed = bits(from_bits(x_or_size) + magic)
-        # a number below 2**12, from the upper bits of a hash, which are the random ones. It depends on the
+        # `fixed` has 16 bits after the point, the last two are 0; its bits above the code are not stored
+        magic, x_or_size = (768.0, with_sign(level, bits(x))) if self.is_signed else (512.0, level)
+        fixed = shifted_left(bits(from_bits(x_or_size) + magic), 2)
+        # a number below 2**16, from the upper bits of a hash, which are the random ones. It depends on the
         # step, or a number that stays the same would always be rounded to the same side
         up = draw if self.draws else bits(x) * signed(0x9E3779B1) + whole(turn)
-        fixed = fixed + shifted_right(up, 20)
+        fixed = fixed + shifted_right(up, 16)
         if self.is_signed:
             # below half a code numbers become 0: rounded up, they would grow too much
-            return where(level < _HALF, 0, shifted_right(fixed, 12)), exponent
-        return shifted_right(maximum(fixed, 0x45001000), 12), exponent
+            return byte(where(level < _HALF, 0, fixed), 2), exponent
+        return byte(maximum(fixed, 0x10010000), 2), exponent
 
 
 class Split(NamedTuple):
@@ -219,14 +218,14 @@ class Split(NamedTuple):
         rest = rest if self.rest_bits == 16 else shifted_left(rest, 8)
         # never below 0, even if a zero was written from outside
         size = maximum(both(b, _MAGNITUDE) + rest, 0)
-        return from_bits(xor(size, both(b, _SIGN)))
+        return from_bits(with_sign(size, b))
 
     def store(self, x: Any, draw: Any, turn: Any) -> tuple[Any, ...]:
         b = number_bits(x)
         b = b if self.rest_bits == 16 else b + 0x80
         top = both(b + 0x8000, signed(0xFFFF0000))
         # the plane stores the lowest bits, which are those of the difference
-        return from_bits(top), b if self.rest_bits == 16 else shifted_right(b, 8)
+        return from_bits(top), b if self.rest_bits == 16 else byte(b, 1)
 
 
 class Copied(NamedTuple):

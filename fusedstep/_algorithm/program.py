@@ -210,6 +210,11 @@ class Sweep(NamedTuple):
     # whether gradients are zero afterwards, also if the step is skipped
     clears: bool
 
+    @property
+    def draws(self) -> bool:
+        """Whether anything is rounded at random."""
+        return any(op == "draw" for op, _ in self.code)
+
 
 class Staged(NamedTuple):
     """A stage, the sweep it follows, and the places of the planes that it reads and writes."""
@@ -277,7 +282,7 @@ class Program(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether anything is rounded at random."""
-        return any(op == "draw" for sweep in self.sweeps for op, _ in sweep.code)
+        return any(sweep.draws for sweep in self.sweeps)
 
     @property
     def is_placed(self) -> bool:

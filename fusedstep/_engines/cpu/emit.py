@@ -72,6 +72,8 @@ class Emitter:
             return b.select(self._truth(args[0]), *chosen)
         if op in _SHIFTS:
             return getattr(b, _SHIFTS[op])(args[0], constant(args[0].type, args[1]))
+        if op == "byte":
+            return b.lshr(args[0], constant(args[0].type, 8 * args[1]))
         if op == "draw":
             return self._draw(int(args[0]), place)
         args = self._alike(args)
@@ -110,6 +112,8 @@ class Emitter:
             return b.fptosi(value, of_elements(I32, kind))
         if op == "number":
             return b.sitofp(value, of_elements(self.element, kind))
+        if op == "with_sign":
+            return b.or_(value, b.and_(args[1], constant(kind, -0x80000000)))
         if op == "product_high":
             long = [b.zext(arg, of_elements(I64, kind)) for arg in args]
             product = b.lshr(b.mul(*long), constant(of_elements(I64, kind), 32))

@@ -184,11 +184,11 @@ def _emit_chunk(
     totals = [build.variable(b, build.wide(F64)) for _ in sweep.folds]
     for total in totals:
         b.store(ir.Constant(build.wide(F64), None), total)
-    draws = any(op == "draw" for op, _ in sweep.code)
+    drawn_from = _drawn_from(b, job, t, FLOATS[steps]) if sweep.draws else None
     needs_block, first_result = _needs_block(sweep), len(sweep.loads) + len(sweep.columns)
 
     def sixteen(i: ir.Value, mask: Any) -> _Sixteen:
-        place = stored.Place(mask, _draw_inputs(b, job, t, i, FLOATS[steps]) if draws else ())
+        place = stored.Place(mask, drawn_from.inputs(b, i) if drawn_from else ())
         return _Sixteen(Emitter(b, build.wide(compute)), [None] * (first_result + len(sweep.code)), i, place)
 
     def run(part: _Sixteen, first: _Sixteen, after: bool) -> None:
@@ -259,18 +259,28 @@ def _needs_block(sweep: Sweep) -> list[bool]:
     return found
 
 
-def _draw_inputs(b: ir.IRBuilder, job: _Job, t: ir.Value, i: ir.Value, count: ir.Type) -> tuple[ir.Value, ...]:
-    """`bits.DRAW_INPUTS` of the elements of row `t` from `i` on."""
+class _DrawnFrom(NamedTuple):
+    """What the random bits of a row are drawn from: those of `bits.DRAW_INPUTS` that its elements share."""
+
+    shared: tuple[ir.Value, ...]
+    first_index: ir.Value
+
+    def inputs(self, b: ir.IRBuilder, i: ir.Value) -> tuple[ir.Value, ...]:
+        """`bits.DRAW_INPUTS` of the elements from `i` on."""
+        numbers = ir.Constant(build.wide(I64), [*range(LANES)])
+        return *self.shared, *_halves(b, b.add(build.fill(b, b.add(self.first_index, i)), numbers))
+
+
+def _drawn_from(b: ir.IRBuilder, job: _Job, t: ir.Value, count: ir.Type) -> _DrawnFrom:
     seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
-    numbers = ir.Constant(build.wide(I64), [*range(LANES)])
-    index = b.add(build.fill(b, b.add(first, i)), numbers)
-
-    def halves(value: ir.Value) -> tuple[ir.Value, ir.Value]:
-        half = build.wide(I32) if value.type != I64 else I32
-        return b.trunc(value, half), b.trunc(b.lshr(value, build.constant(value.type, 32)), half)
-
     step = b.fptosi(job.load("steps", count, t), I32)
-    return *halves(seed), b.trunc(position, I32), step, *halves(index)
+    return _DrawnFrom((*_halves(b, seed), b.trunc(position, I32), step), first)
+
+
+def _halves(b: ir.IRBuilder, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The lower and the upper 32 bits."""
+    half = build.of_elements(I32, value.type)
+    return b.trunc(value, half), b.trunc(b.lshr(value, build.constant(value.type, 32)), half)
 
 
 @functools.cache

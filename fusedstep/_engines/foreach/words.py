@@ -138,6 +138,8 @@ _TENSORS: dict[str, Callable] = {
     "and": torch.bitwise_and,
     "xor": torch.bitwise_xor,
     "shift_left": torch.bitwise_left_shift,
+    "byte": lambda a, which: a >> 8 * which,
+    "with_sign": lambda a, b: a | (b & -0x80000000),
     # with zeros coming in
     "shift_right": lambda a, by: (a >> by) & ((1 << (32 - by)) - 1),
     "product_high": _as_tensors(_product_high),

@@ -21,7 +21,7 @@ from ..._algorithm.formats import Plane
 from ..._algorithm.program import Program, Scalars
 from .. import SIZES, Amp, chunk_starts, chunks, is_capturing
 from .prepare import INPUTS, fusedstep_prepare
-from .source import draws_of, scalars_function, sweep_function
+from .source import scalars_function, sweep_function
 from .sums import fusedstep_reduce
 from .sweep import fusedstep_sweep
 
@@ -187,7 +187,8 @@ def _sweep(table: Any, k: int, run: Any, places: torch.Tensor, firsts: np.ndarra
             "STORES": stores,
             "LOAD_SHARES": tuple(planes[place].block for place in sweep.loads),
             "STORE_SHARES": tuple(planes[place].block for place in stores),
-            "DRAWS": draws_of(sweep),
+            "EXACT": tuple(planes[place].is_exact for place in stores),
+            "DRAWS": sweep.draws,
             "COLUMNS": sweep.columns,
             "MAXES": maxes,
             # the sweep that measures gradients comes before the decision

@@ -12,73 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..._algorithm.bits import DRAW_INPUTS, DRAWN_TOGETHER, draw_code
 from ..._algorithm.code import Instruction
 from ..._algorithm.formats import Plane, compute_dtype
 from ..._algorithm.program import Scalars, Sweep
-
-
-@triton.jit
-def maximum(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _power(base, exponent):
-    return tl.exp(exponent.to(tl.float64) * tl.log(base.to(tl.float64))).to(base.dtype)
-
-
-@triton.jit
-def _tanh(a):
-    x = a.to(tl.float64)
-    t = tl.exp(-2 * tl.abs(x))
-    # 1 - t would cancel where x is small
-    small = tl.abs(x) * (1 - x * x * (1 / 3 - x * x * (2 / 15)))
-    value = tl.where(tl.abs(x) < 1e-2, small, (1 - t) / (1 + t))
-    return tl.where(x < 0, -value, value).to(a.dtype)
-
-
-# whether every computed NaN has all bits set, except the sign
-_HAS_ONE_NAN = tl.constexpr(torch.version.cuda is not None and not triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _block_largest(a, mask):
-    size = tl.abs(a.to(tl.float32))
-    # what lies beyond the end of a tensor is no part of a block
-    size = size if mask is None else tl.where(mask, size, 0)
-    return tl.reduce(size, 1, maximum, keep_dims=True).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _number_bits(a):
-    b = a.to(tl.float32).to(tl.int32, bitcast=True)
-    if _HAS_ONE_NAN:
-        return tl.minimum(b, 0x7FC00000)
-    else:
-        return tl.where(a == a, b, 0x7FC00000)
-
-
-@triton.jit
-def _shift_right(a, BY: tl.constexpr):
-    return (a.to(tl.uint32, bitcast=True) >> BY).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _product_high(a, B: tl.constexpr):
-    a = a.to(tl.uint32, bitcast=True)
-    return tl.umulhi(a, tl.full(a.shape, B, tl.uint32)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _fast_quotient(a, b):
-    a, b = tl.broadcast(a, b)
-    return tl.inline_asm_elementwise("div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
-
-
-@triton.jit
-def _fast_root(a):
-    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [a], tl.float32, True, 1)
-
+from . import words
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "xor": "^"}
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -90,8 +28,8 @@ _CALLS = {
     "fma": "tl.fma({}, {}, {})",
     "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-    "power": "_power({}, {})",
-    "tanh": "_tanh({})",
+    "power": "words.power({}, {})",
+    "tanh": "words.tanh({})",
     # in float64, or they would be approximate
     "exp": "tl.exp(({}).to(tl.float64)).to(FLOAT)",
     "log": "tl.log(({}).to(tl.float64)).to(FLOAT)",
@@ -108,44 +46,35 @@ _FLOAT64 = {**_CALLS, "div": "{} / {}", "sqrt": "tl.sqrt({})"}
 # within two units of the last place, which 8 bits do not show, at a fifth of the instructions: with so few
 # bytes to move, a sweep would wait for these
 _FAST = {**_FLOAT32, "div": "{} / {}", "sqrt": "tl.sqrt({})"}
-if torch.version.cuda is not None and not triton.knobs.runtime.interpret:
+if words.ON_NVIDIA.value:
     # results below 2**-126 are 0
-    _FAST |= {"div": "_fast_quotient({}, {})", "sqrt": "_fast_root({})"}
+    _FAST |= {"div": "words.fast_quotient({}, {})", "sqrt": "words.fast_root({})"}
 # their results are whole numbers, whatever they take
 _WHOLE = {
     "bits": "({}).to(tl.float32).to(tl.int32, bitcast=True)",
-    "number_bits": "_number_bits({})",
+    "number_bits": "words.number_bits({})",
     "whole": "({}).to(tl.int32)",
     "shift_left": "({} << {})",
-    "shift_right": "_shift_right({}, {})",
-    "product_high": "_product_high({}, {})",
-    "block_largest": "_block_largest({}, mask)",
-    "draw": "words[{}]",
-}
-# the interpreter looks for `tl` in every function
-_NAMES = {
-    "tl": tl,
-    "_power": _power,
-    "_tanh": _tanh,
-    "_block_largest": _block_largest,
-    "_number_bits": _number_bits,
-    "_shift_right": _shift_right,
-    "_product_high": _product_high,
-    "_fast_quotient": _fast_quotient,
-    "_fast_root": _fast_root,
+    "shift_right": "words.shift_right({}, {})",
+    "with_sign": "words.with_sign({}, {})",
+    "byte": "words.byte({}, {})",
+    "product_high": "words.product_high({}, {})",
+    "block_largest": "words.block_largest({}, mask)",
 }
 
 
 class _Writer:
     """Lines of a function; values are its arguments, then the results of instructions."""
 
-    def __init__(self, kinds: str, calls: dict[str, str], draws: tuple[int, ...] = ()) -> None:
+    def __init__(self, kinds: str, calls: dict[str, str]) -> None:
         """`kinds` has a letter for each argument: `f`, a float; `i`, a whole number. Conditions are `t`."""
         self.lines: list[str] = []
+        # device functions that are called, by name
+        self.called: dict[str, Any] = {}
         self._calls, self._float = calls, "tl.float64" if calls is _FLOAT64 else "tl.float32"
         self._names = [f"x{i}" for i in range(len(kinds))]
         self.arguments = (*self._names,)
-        self._kinds, self._draws = [*kinds], draws
+        self._kinds = [*kinds]
 
     def name(self, arg: int | float, like: int | float | None = None) -> str:
         """A value, a condition as 0 or 1; a constant as a tensor of the kind and shape of `like`."""
@@ -174,7 +103,7 @@ class _Writer:
             a, b = (_literal(arg, is_whole) if isinstance(arg, float) else self.name(arg) for arg in args)
             text, kind = f"{a} {sign} {b}", "t" if op in _COMPARISONS else kind
         elif op == "draw":
-            text, kind = _WHOLE[op].format(self._draws.index(int(args[0]))), "i"
+            text, kind = self._draw(int(args[0])), "i"
         elif op in _WHOLE:
             found = (_literal(arg, True) if isinstance(arg, float) else self.name(arg) for arg in args)
             text, kind = _WHOLE[op].format(*found), "i"
@@ -185,6 +114,14 @@ class _Writer:
         self._kinds.append(kind)
         self._names.append(f"v{number}")
         self.lines.append(f"v{number} = {text}")
+
+    def _draw(self, slot: int) -> str:
+        fours, word = divmod(slot, DRAWN_TOGETHER)
+        name = f"drawn{fours}"
+        if f"_{name}" not in self.called:
+            self.called[f"_{name}"] = _draw_function(fours)
+            self.lines.append(f"{name} = _{name}(*draw_inputs)")
+        return f"{name}[{word}]"
 
 
 def _literal(number: float, is_whole: bool = False) -> str:
@@ -210,21 +147,25 @@ def _function(
     # Triton asks Python for the source of a function, by the name of its file
     file = f"<fusedstep {name} {hashlib.sha1(text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    names: dict[str, Any] = {"__name__": __name__, **_NAMES}
+    # the interpreter looks for `tl` in every function
+    names: dict[str, Any] = {"__name__": __name__, "tl": tl, "words": words, **writer.called}
     exec(compile(text, file, "exec"), names)
     return triton.jit(names[name])
 
 
-def draws_of(sweep: Sweep) -> tuple[int, ...]:
-    """The slots that a sweep draws random bits for."""
-    return tuple(dict.fromkeys(int(args[0]) for op, args in sweep.code if op == "draw"))
+@functools.cache
+def _draw_function(fours: int) -> Any:
+    code = draw_code(fours)
+    return _function(
+        f"fusedstep_drawn{fours}", (), _Writer("i" * len(DRAW_INPUTS), _FLOAT32), code.code, code.numbers
+    )
 
 
 @functools.cache
 def sweep_function(sweep: Sweep, name: str, planes: tuple[Plane, ...]) -> Any:
-    """rule(mask, words, *loaded, *scalars): what is stored, then what is summed.
+    """rule(mask, draw_inputs, *loaded, *scalars): what is stored, then what is summed.
 
-    `mask` says which elements exist, and `words` are the random bits of `draws_of` the sweep.
+    `mask` says which elements exist; random bits are drawn from `draw_inputs`.
     """
     results = (*(value for _, value in sweep.stores), *(fold.value for fold in sweep.folds))
     kinds = "".join("i" if planes[place].is_whole else "f" for place in sweep.loads) + "f" * len(sweep.columns)
@@ -232,7 +173,7 @@ def sweep_function(sweep: Sweep, name: str, planes: tuple[Plane, ...]) -> Any:
     calls = _FLOAT64 if compute_dtype(planes) == torch.float64 else _FAST if is_coarse else _FLOAT32
     # a lambda's name is no identifier
     name = f"fusedstep_{name}" if name.isidentifier() else "fusedstep_rule"
-    return _function(name, ("mask", "words"), _Writer(kinds, calls, draws_of(sweep)), sweep.code, results)
+    return _function(name, ("mask", "draw_inputs"), _Writer(kinds, calls), sweep.code, results)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .source import maximum
+from .words import maximum
 
 
 @triton.jit

@@ -10,22 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..._algorithm.bits import DRAWN_TOGETHER, ROUNDS
 from .. import FIRST_INDEX, FIRST_POINTER, NUMEL, POSITION, SEED, SKIP, UNMASKED_NUMEL
 from .sums import folded, joined
+from .words import laid_out_like
 
 _NUMEL, _UNMASKED_NUMEL, _FIRST_POINTER, _SKIP = map(tl.constexpr, (NUMEL, UNMASKED_NUMEL, FIRST_POINTER, SKIP))
-_SEED, _POSITION, _FIRST_INDEX, _ROUNDS = map(tl.constexpr, (SEED, POSITION, FIRST_INDEX, ROUNDS))
-
-
-@triton.constexpr_function
-def _fours(slot):
-    return slot // DRAWN_TOGETHER
-
-
-@triton.constexpr_function
-def _word(slot):
-    return slot % DRAWN_TOGETHER
+_SEED, _POSITION, _FIRST_INDEX = map(tl.constexpr, (SEED, POSITION, FIRST_INDEX))
 
 
 @triton.jit
@@ -58,17 +48,20 @@ def _offsets(start, SIZE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexp
 
 
 @triton.jit
-def _words(row, step, o, DRAWS: tl.constexpr):
-    """Random bits of every element for these slots: `bits.drawn`."""
-    seed, position, i = tl.load(row + _SEED), tl.load(row + _POSITION), o + tl.load(row + _FIRST_INDEX)
-    low, high = i.to(tl.uint32), (i >> 32).to(tl.uint32)
-    step, position = step + low * 0, position.to(tl.uint32) + low * 0
-    words = ()
-    for k in tl.static_range(len(DRAWS)):
-        # one draw for four slots: the compiler merges equal draws
-        four = tl.philox(seed, low, high + (_fours(DRAWS[k]) << 18), step, position, _ROUNDS)
-        words = words + (four[_word(DRAWS[k])].to(tl.int32, bitcast=True),)
-    return words
+def _halves(a):
+    return a.to(tl.int32), (a >> 32).to(tl.int32)
+
+
+@triton.jit
+def _narrowed(value, dtype: tl.constexpr, EXACT: tl.constexpr):
+    if EXACT and dtype == tl.bfloat16:
+        # nothing is lost, but the compiler does not know
+        return (value.to(tl.float32).to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(dtype, bitcast=True)
+    elif dtype.is_floating() and dtype.primitive_bitwidth == 16:
+        # through 32 bits, as processors do it
+        return value.to(tl.float32).to(dtype)
+    else:
+        return value.to(dtype)
 
 
 @triton.jit
@@ -77,13 +70,14 @@ def _tiles(
     sources,
     targets,
     s,
-    step,
+    drawn_from,
     sums,
     start,
     numel,
     RULE: tl.constexpr,
     LOAD_SHARES: tl.constexpr,
     STORE_SHARES: tl.constexpr,
+    EXACT: tl.constexpr,
     DRAWS: tl.constexpr,
     MAXES: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -109,21 +103,15 @@ def _tiles(
                 x = x + (loaded[tile * LOADS + k].to(tl.int32),)
             else:
                 x = x + (loaded[tile * LOADS + k].to(COMPUTE),)
-        words = ()
-        if len(DRAWS) > 0:
-            words = _words(row, step, _elements(start + tile * BLOCK, BLOCK, SHARE), DRAWS)
-        mask = None if numel is None else _elements(start + tile * BLOCK, BLOCK, SHARE) < numel
-        x = RULE(mask, words, *(x + s))
+        elements = _elements(start + tile * BLOCK, BLOCK, SHARE)
+        mask = None if numel is None else elements < numel
+        draw_inputs = ()
+        if DRAWS:
+            draw_inputs = drawn_from[:4] + _halves(laid_out_like(elements + drawn_from[4], x[0].to(tl.float32)))
+        x = RULE(mask, draw_inputs, *(x + s))
         for k in tl.static_range(STORES):
-            value = x[k]
-            if (
-                targets[k].dtype.element_ty.is_floating()
-                and targets[k].dtype.element_ty.primitive_bitwidth == 16
-            ):
-                # through 32 bits, as processors do it
-                value = value.to(tl.float32)
             o = _offsets(start + tile * BLOCK, BLOCK, SHARE, STORE_SHARES[k])
-            value = value.to(targets[k].dtype.element_ty)
+            value = _narrowed(x[k], targets[k].dtype.element_ty, EXACT[k])
             tl.store(targets[k] + o, value, None if numel is None else o * STORE_SHARES[k] < numel)
         more = ()
         for k in tl.static_range(len(sums)):
@@ -149,6 +137,7 @@ def fusedstep_sweep(
     STORES: tl.constexpr,
     LOAD_SHARES: tl.constexpr,
     STORE_SHARES: tl.constexpr,
+    EXACT: tl.constexpr,
     DRAWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MAXES: tl.constexpr,
@@ -179,9 +168,10 @@ def fusedstep_sweep(
     s = ()
     for k in tl.static_range(len(COLUMNS)):
         s = s + (tl.load(scalars + t * SCALARS_WIDTH + COLUMNS[k]).to(COMPUTE),)
-    step = None
-    if len(DRAWS) > 0:
-        step = tl.load(steps + t).to(tl.uint32)
+    drawn_from = ()
+    if DRAWS:
+        position, step = tl.load(row + _POSITION).to(tl.int32), tl.load(steps + t).to(tl.int32)
+        drawn_from = _halves(tl.load(row + _SEED)) + (position, step, tl.load(row + _FIRST_INDEX))
     sums = ()
     for _ in tl.static_range(len(MAXES)):
         sums = sums + (tl.zeros([BLOCK] if SHARE == 1 else [BLOCK // SHARE, SHARE], COMPUTE),)
@@ -193,13 +183,14 @@ def fusedstep_sweep(
                 sources,
                 targets,
                 s,
-                step,
+                drawn_from,
                 sums,
                 start + i * (BLOCK * TILES),
                 None,
                 RULE,
                 LOAD_SHARES,
                 STORE_SHARES,
+                EXACT,
                 DRAWS,
                 MAXES,
                 COMPUTE,
@@ -218,13 +209,14 @@ def fusedstep_sweep(
                 sources,
                 targets,
                 s,
-                step,
+                drawn_from,
                 sums,
                 first,
                 numel,
                 RULE,
                 LOAD_SHARES,
                 STORE_SHARES,
+                EXACT,
                 DRAWS,
                 MAXES,
                 COMPUTE,
