@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH ?= 2.15.0
 BESIDE := PYTHONPATH=.venv/integrations XDG_CACHE_HOME=$(CURDIR)/.venv/integrations/cache
 
-.PHONY: demo test test-torch test-integrations lint bench docs docs-look package clean
+.PHONY: demo test test-compiled test-torch test-integrations lint bench docs docs-look package clean
 
 demo: .venv/ready
 	$(BIN)/fusedstep demo
@@ -12,6 +12,11 @@ demo: .venv/ready
 # two processes, by files, whatever the machine: many tests start processes of their own, one takes 15 GiB
 test: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# kernels as they are compiled for an H200, run by tests/ptx.py: all tests of the triton engine in five minutes, or
+# ten with an empty ~/.triton; make test-compiled TESTS=tests/test_clip.py to run only that
+test-compiled: .venv/ready
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 2 --dist loadfile -k triton $(TESTS)
 
 # the suite with another torch, by hand: make test-torch TORCH=2.11.0; TESTS=tests/test_clip.py to run only that
 test-torch: .venv-torch-$(TORCH)/ready

@@ -1,9 +1,9 @@
 """Without a GPU the triton engine runs in Triton's interpreter, on CPU tensors: the same kernels."""
 
+import gc
 import importlib.util
 import os
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,21 +12,14 @@ from tests import ranks
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not HAS_GPU:
-    # before anything imports triton
+    # before anything imports triton. With 0, kernels are compiled for an H200, and tests/ptx.py runs them
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ["TRITON_INTERPRET"] == "1":
+        from tests import interpreter  # noqa: F401
+    else:
+        from tests import h200
 
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def convert_as_hardware_does(data, source, target, rounding):
-        """The interpreter cuts a float32 off to bfloat16 where every GPU rounds to nearest even."""
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(data, source, target, rounding)
-        return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.uint16).numpy()
-
-    interpreter._convert_float = convert_as_hardware_does
+        h200.install()
 
 
 # rules that properties are shown for in the interpreter, which takes a hundred times as long as other engines:
@@ -91,6 +84,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def pytest_collection_finish(session):
+    # tests/ptx.py looks for tensors among all objects; those of modules and tests are none
+    gc.freeze()
 
 
 @pytest.fixture(params=["torch", "cpu", "triton"])

@@ -215,6 +215,10 @@ class Sweep(NamedTuple):
         """Whether anything is rounded at random."""
         return any(op == "draw" for op, _ in self.code)
 
+    @property
+    def does_anything(self) -> bool:
+        return bool(self.stores or self.folds)
+
 
 class Staged(NamedTuple):
     """A stage, the sweep it follows, and the places of the planes that it reads and writes."""

@@ -269,9 +269,13 @@ class Bucket:
         """The scalars that are computed for its rows before sweep `k`, if any."""
         return self.program.sweeps[k].scalars if k < len(self.program.sweeps) else None
 
+    def has_sweep(self, k: int) -> bool:
+        """Whether there is a sweep `k` that does anything: one may be there only for the scalars before it."""
+        return k < len(self.program.sweeps) and self.program.sweeps[k].does_anything
+
     def folds(self, k: int) -> tuple[int, tuple[str, ...]] | None:
         """The row of the first sum of sweep `k`, and the kind of each sum; None if it has no such sweep."""
-        if k >= len(self.program.sweeps):
+        if not self.has_sweep(k):
             return None
         sweep = self.program.sweeps[k]
         return sweep.first_fold, tuple(fold.kind for fold in sweep.folds)

@@ -172,7 +172,7 @@ class Table:
 
     def buckets_with(self, k: int) -> list[Bucket]:
         """Buckets that have a sweep `k`."""
-        return [bucket for bucket in self.buckets if k < len(bucket.program.sweeps)]
+        return [bucket for bucket in self.buckets if bucket.has_sweep(k)]
 
     def scalar_runs(self, k: int) -> Iterator[tuple[Scalars, int, int]]:
         """Scalars that are computed before sweep `k`, and the range of rows that have them: first and end."""
