@@ -22,6 +22,9 @@ if HAS_TRITON and not HAS_GPU:
         h200.install()
 
 
+# modules that can be imported only above, which have no doctests
+collect_ignore = ["h200.py", "interpreter.py"]
+
 # rules that properties are shown for in the interpreter, which takes a hundred times as long as other engines:
 # it runs what they run. Numbers are compared for every rule
 INTERPRETED = ("sgd-momentum", "adamw", "lamb")

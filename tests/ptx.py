@@ -104,41 +104,36 @@ def _operand(text: str) -> Any:
 
 
 class Memory:
-    """The memory of this process. Kernels may touch what belongs to live tensors."""
+    """The memory of this process, of which a launch may touch what belongs to live tensors."""
 
     def __init__(self) -> None:
-        everything = (ctypes.c_uint8 * (2**47 - _FIRST_PAGE)).from_address(_FIRST_PAGE)
-        self._bytes = np.frombuffer(everything, np.uint8)
-        self._begins = self._ends = np.zeros(1, np.int64)
+        self._begins, self._ends = np.array(sorted({*_storages()}), np.int64).T
 
     def at(self, addresses: np.ndarray, dtype: np.dtype, count: int) -> tuple[np.ndarray, np.ndarray]:
         """All memory as numbers of this dtype, and which are at these addresses, the first of `count` each."""
         size = dtype.itemsize * count
-        if not self._known(addresses, size).all():
-            # only then, because it takes long: tensors are found among all objects
-            storages = [*_storages()]
-            self._begins, self._ends = np.array(sorted({*storages}), np.int64).T
-        known = self._known(addresses, size)
+        known = addresses + size <= self._ends[np.searchsorted(self._begins, addresses, "right") - 1]
         assert known.all(), (
             f"{(~known).sum()} addresses are in no tensor, the first is {addresses[~known][0]:#x}"
         )
         assert not (addresses % size).any(), "misaligned"
-        end = len(self._bytes) // dtype.itemsize * dtype.itemsize
-        return self._bytes[:end].view(dtype), (addresses - _FIRST_PAGE) // dtype.itemsize
+        return _everything(dtype), (addresses - _FIRST_PAGE) // dtype.itemsize
 
-    def _known(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        return addresses + size <= self._ends[np.searchsorted(self._begins, addresses, "right") - 1]
+
+@functools.cache
+def _everything(dtype: np.dtype) -> np.ndarray:
+    count = (2**47 - _FIRST_PAGE) // dtype.itemsize
+    return np.frombuffer((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(_FIRST_PAGE), dtype)
 
 
 def _storages() -> Iterator[tuple[int, int]]:
     """Where the memory of each tensor begins and ends."""
     for value in gc.get_objects():
-        if (
-            issubclass(type(value), torch.Tensor)
-            and value.layout == torch.strided
-            and value.device.type == "cpu"
-        ):
-            storage = value.untyped_storage()
+        if not issubclass(type(value), torch.Tensor) or value.layout != torch.strided:
+            continue
+        storage = value.untyped_storage()
+        # a FakeTensor's is elsewhere
+        if storage.device.type == "cpu":
             try:
                 yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
             except RuntimeError:
@@ -146,7 +141,7 @@ def _storages() -> Iterator[tuple[int, int]]:
                 continue
 
 
-_parsed, _memory = functools.cache(parse), functools.cache(Memory)
+_parsed = functools.cache(parse)
 
 
 def run(ptx: str, grid: Sequence[int], args: Sequence[int | float], shared: int) -> None:
@@ -163,6 +158,7 @@ class Machine:
         programs = int(np.prod(grid))
         self.threads = np.arange(programs * kernel.threads)
         program = self.threads // kernel.threads
+        self._memory = Memory()
         self._registers: dict[str, np.ndarray] = {}
         self._given = {
             "%tid.x": self.threads % kernel.threads,
@@ -257,7 +253,7 @@ class Machine:
         name, offset = place
         addresses = self.get(name, "u64" if space == "global" else "u32")[self.mask].astype(np.int64) + offset
         if space == "global":
-            return _memory().at(addresses, dtype, count)
+            return self._memory.at(addresses, dtype, count)
         values, starts = self._spaces[space]
         assert not (addresses % (dtype.itemsize * count)).any(), "misaligned"
         return values.view(dtype), (addresses + starts[self.mask]) // dtype.itemsize

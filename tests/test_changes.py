@@ -497,6 +497,31 @@ def test_an_optimizer_may_step_in_inference_mode_and_then_without():
     assert optimizer.state[p]["step"] == 2
 
 
+def test_a_gradient_may_get_another_layout_in_inference_mode(engine):
+    p = torch.nn.Parameter(torch.zeros(4, 3))
+    optimizer = fusedstep.AdamW([p], engine=engine)
+    p.grad = torch.ones(4, 3)
+    optimizer.step()
+    p.grad = torch.ones(3, 4).t()
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 3
+
+
+def test_a_state_that_is_made_in_inference_mode_is_a_usual_tensor(engine):
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    optimizer = fusedstep.AdamW(params, engine=engine)
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    params[1].grad = torch.ones(3)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    assert not any(value.is_inference() for p in params[:2] for value in optimizer.state[p].values())
+    assert [int(optimizer.state[p]["step"]) for p in params[:2]] == [3, 2]
+
+
 def test_autograd_notices_that_a_parameter_was_written():
     p = torch.nn.Parameter(torch.randn(5))
     view, apart = p.view(-1), p.data

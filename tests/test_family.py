@@ -292,6 +292,31 @@ def test_a_group_that_comes_later_shares_what_prodigy_has_found():
     assert ours[1] == pytest.approx(ours[0])
 
 
+@pytest.mark.parametrize("cls", [fusedstep.Prodigy, fusedstep.ScheduleFreeAdamW, fusedstep.ScheduleFreeSGD])
+@pytest.mark.parametrize("interrupted", ["loaded", "planned anew"])
+def test_what_a_group_keeps_goes_on_while_it_is_frozen(cls, interrupted):
+    def ends(interrupt):
+        params = [torch.nn.Parameter(torch.tensor([5.0, -1.0])) for _ in range(2)]
+        made = lambda: cls([{"params": [p]} for p in params])
+        optimizer = made()
+        for step in range(12):
+            params[1].requires_grad_(not 4 <= step < 8)
+            for p in params:
+                p.grad = p.detach().clone() if p.requires_grad else None
+            if step == 6 and interrupt == "loaded":
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = made()
+                optimizer.load_state_dict(saved)
+            elif step == 6 and interrupt:
+                optimizer.collect_statistics = True
+            optimizer.step()
+        return params, [float(group["k"]) for group in optimizer.param_groups]
+
+    (theirs, _), (ours, counts) = ends(None), ends(interrupted)
+    assert counts == [12, 12]
+    assert all(map(torch.equal, ours, theirs))
+
+
 def test_corrected_decay_remembers_the_rate_that_a_tensor_had():
     found = []
     for lr in (0.1, torch.tensor(0.1)):

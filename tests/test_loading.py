@@ -8,6 +8,7 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import fusedstep
 from tests.cases import KINDS, name_of
 
 cases = pytest.mark.parametrize("case", KINDS, ids=name_of)
@@ -77,3 +78,13 @@ def test_a_default_device_is_not_where_anything_of_ours_goes(case, as_number, en
     assert not torch.equal(p, before)
     torch.testing.assert_close(p, expected)
     loaded.step()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, fusedstep.AdamW])
+def test_loaded_states_take_no_more_memory(cls):
+    p = torch.nn.Parameter(torch.randn(4))
+    p.grad = torch.ones(4)
+    saving, loading = cls([p]), cls([p])
+    saving.step()
+    loading.load_state_dict(saving.state_dict())
+    assert loading.state[p]["exp_avg"] is saving.state[p]["exp_avg"]

@@ -179,7 +179,7 @@ def test_rules_in_torch(trees):
 
 @tried(max(10, RULES // 20))
 @given(rules())
-def test_rules_in_the_interpreter(trees):
+def test_rules_in_triton(trees):
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("compiled, the triton engine takes no CPU tensors")

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedParameter
 
 from .._algorithm.program import StepSpec
 from .._engines import FOUND, SKIP, SKIPPED, Amp, is_watched, to_device
@@ -27,7 +26,7 @@ from .names import names_in
 from .needs import Needs, program_of
 from .nonfinite import check_finite
 from .options import COMMON, Options, TensorOption, read_group
-from .row import Memory, Row, check_sums, make_row
+from .row import Memory, Row, check_sums, has_row, make_row
 from .settings import Settings, Update
 from .stages import take_turns
 from .stepping import check_sums_over_all, step
@@ -84,7 +83,8 @@ class Plan:
         take_turns(rows, self.settings.workspace_bytes)
         offload.take_turns(rows)
         # parameters without a row, which get one with their first gradient
-        self._frozen = [p for p in params if p.grad is None and (self._watched or not _expects_gradient(p))]
+        with_row = {id(row.param) for row in rows}
+        self._frozen = [p for p in params if p.grad is None and (self._watched or id(p) not in with_row)]
         self.tables = self._make_tables(rows, optimizer)
         # tables that came later, and in how many steps all are joined
         self._later, self._steps_to_join = 0, _STEPS_TO_JOIN
@@ -125,7 +125,7 @@ class Plan:
             self._row(p, i, kept.get(id(p)), memory)
             for i, of_group in enumerate(members)
             for p in of_group
-            if p.grad is not None or _expects_gradient(p)
+            if p.grad is not None or has_row(p, self.updates[i], memory)
         ]
         for row in rows:
             row.position = positions[id(row.param)]
@@ -242,6 +242,7 @@ class Plan:
             return False
         return not changed or self._settle(changed, optimizer)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _settle(self, changed: list[tuple[Table, Bucket]], optimizer: Any) -> bool:
         """Make rows of these buckets again where that is needed, and note the tensors of all their rows."""
@@ -389,11 +390,6 @@ class Plan:
     def has_status(self) -> bool:
         """Whether anything decides whether a step is taken: gradients here, or other ranks."""
         return self.has_rows or self._norm_group is not None
-
-
-def _expects_gradient(p: Tensor) -> bool:
-    """False for a frozen parameter, and for one of a lazy module, which has no shape yet."""
-    return p.requires_grad and not isinstance(p, UninitializedParameter)
 
 
 def _place(option: TensorOption) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from .. import _engines
 from .._algorithm.formats import Format
@@ -202,6 +203,15 @@ class Row:
         if spec.unscale_grads and self.grad_copy is not None:
             # `data`, so that autograd does not notice, as with torch's fused optimizers
             local(self.grad).data.copy_(self.grad_copy, non_blocking=not waits)
+
+
+def has_row(p: Tensor, update: Update, memory: Memory) -> bool:
+    """Whether a parameter without a gradient has a row. One of a lazy module has no shape yet. A frozen one
+    needs none, unless it was trained before and its group keeps numbers, which go on.
+    """
+    if isinstance(p, UninitializedParameter):
+        return False
+    return p.requires_grad or (bool(update.rule.group_scalars) and bool(memory.state.get(p)))
 
 
 def make_row(

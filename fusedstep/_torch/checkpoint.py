@@ -80,6 +80,7 @@ def _boxed(optimizer: Any, values: Any, count: Any) -> Any:
 
 
 # once for all: it takes as long as what is done for a parameter
+@torch.inference_mode(False)
 @torch.no_grad()
 def unpack(optimizer: Any) -> None:
     """Take loaded states out of their boxes, in place."""

@@ -110,7 +110,11 @@ def _chosen(device: str | None, engine: str | None, names: list[str] | None, ful
             raise typer.BadParameter(message, param_hint="--optimizer")
     wanted = {known[name.lower()] for name in names or known}
     subjects = [subject for subject in SUBJECTS if subject.name in wanted]
-    return [*(every if full else pairs)(where, subjects)]
+    cases = [*(every if full else pairs)(where, subjects)]
+    if not cases:
+        chosen = f"{', '.join(sorted(wanted))} on {', '.join(map(str, where))}"
+        raise typer.BadParameter(f"nothing to check of {chosen}; leave out --engine", param_hint="--optimizer")
+    return cases
 
 
 def run(cases: Sequence[Case], jobs: int | None = None) -> Iterator[Result]:

@@ -192,8 +192,9 @@ def pairs(where: Sequence[Place], subjects: Sequence[Subject]) -> list[Case]:
     wanted: dict[tuple, None] = {}
     for a, b in itertools.combinations(names, 2):
         for x, y in itertools.product(factors[a], factors[b]):
-            # some optimizer must take both
-            if any(_goes_together({"subject": subject, a: x, b: y}) for subject in subjects):
+            # some optimizer must take both somewhere
+            anywhere = itertools.product(subjects, where)
+            if any(_goes_together({"subject": who, "place": place, a: x, b: y}) for who, place in anywhere):
                 wanted[_key(a, x, b, y)] = None
     # ties are broken at random, from a fixed seed
     found, chance = [], random.Random(0)

@@ -103,6 +103,13 @@ def test_right_combinations_are_green_and_left_behind_as_data(tmp_path):
     assert not any(row["problems"] for row in found["results"])
 
 
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_one_engine_alone_may_be_checked(engine):
+    cases = pairs([Place(engine, "cpu")], subjects.SUBJECTS)
+    assert {case.place.engine for case in cases} == {engine}
+    assert all(case.makes_sense for case in cases)
+
+
 # each as wrong as a kernel may be: little, once, or in one place
 WRONG = {
     "a little": lambda p, t: p.data.mul_(1 + 1e-5),
@@ -172,6 +179,7 @@ def _cut_off(bits, x):
     [
         (["--device", "tpu"], "use cpu or cuda"),
         (["--engine", "cuda"], "use one of"),
+        (["--engine", "cpu", "--optimizer", "plain numbers"], "nothing to check of plain numbers"),
         (["--optimizer", "soap"], "there is no optimizer 'soap'"),
         (["--case", "AdamW.9 float32 cpu@cpu"], "no such combination"),
         (["--case", "AdamW.1 float32 cpu@cpu clip=maybe"], "no such combination"),
