@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import optimizers
@@ -14,13 +15,23 @@ from .rules import Optimizer
 # by their names in configuration files
 CLASSES: dict[str, type[Optimizer]] = {name.lower(): getattr(optimizers, name) for name in optimizers.__all__}
 _WORDS = {"true": True, "false": False, "none": None, "null": None, "inf": float("inf"), "-inf": float("-inf")}
+# other names of dtypes: short ones, and those that torch has beside its own
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
 
 
 def by_name(name: str, **options: Any) -> Any:
     """The class of this name, however it is written; with `options`, a partial of it that has these.
 
-    Options may be strings, as in some configuration files and on command lines: numbers, tuples of them,
-    `true`, `false`, `none`.
+    Options may be strings, as in some configuration files and on command lines, or lists with strings: numbers,
+    tuples of them, `true`, `false`, `none`. Dtypes have torch's names, or short ones, such as `bf16`.
 
     >>> import torch, fusedstep
     >>> fusedstep.by_name("adamw") is fusedstep.AdamW
@@ -29,7 +40,7 @@ def by_name(name: str, **options: Any) -> Any:
     >>> make([torch.nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
     0.1
     """
-    key = "".join(c for c in str(name).lower() if c.isalnum())
+    key = key_of(name)
     if key not in CLASSES:
         raise ValueError(f"there is no optimizer {name!r}; there are {', '.join(optimizers.__all__)}")
     cls = CLASSES[key]
@@ -37,19 +48,52 @@ def by_name(name: str, **options: Any) -> Any:
         return cls
     _, *taken = inspect.signature(cls).parameters
     check_names(cls.__name__, options, taken)
-    return functools.partial(cls, **{option: _understood(value) for option, value in options.items()})
+    return functools.partial(cls, **{option: understood(value, option) for option, value in options.items()})
 
 
-def _understood(value: Any) -> Any:
-    """The value that a string stands for; the string itself if it is no literal."""
+def key_of(name: Any) -> str:
+    """A name without what people write differently: capitals, and signs between words.
+
+    >>> key_of("Schedule-Free_AdamW")
+    'schedulefreeadamw'
+    """
+    return "".join(c for c in str(name).lower() if c.isalnum())
+
+
+def understood(value: Any, option: str = "") -> Any:
+    """The value of an option in which strings stand for literals; a string that stands for none stays.
+
+    >>> understood("(0.9, 0.95)"), understood(["1e-6", 50]), understood("True"), understood("yes")
+    ((0.9, 0.95), [1e-06, 50], True, 'yes')
+    """
+    if isinstance(value, Mapping):
+        return {name: understood(part, option) for name, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        parts = (understood(part, option) for part in value)
+        return tuple(parts) if isinstance(value, tuple) else [*parts]
     if not isinstance(value, str):
         return value
-    if value.strip().lower() in _WORDS:
-        return _WORDS[value.strip().lower()]
+    text = value.strip().lower()
+    if text in _WORDS:
+        return _WORDS[text]
     try:
-        return ast.literal_eval(value.strip())
+        found = ast.literal_eval(value.strip())
     except (ValueError, SyntaxError):
-        return value
+        found = value
+    if isinstance(found, str):
+        # also one that had quotes of its own: it stands for no number
+        return torch_name(found) if option == "state_dtype" else found
+    return understood(found, option)
+
+
+def torch_name(dtype: str) -> str:
+    """torch's name of a dtype, or of what is none, however it is written.
+
+    >>> torch_name("bf16"), torch_name("torch.half"), torch_name("torch.float32"), torch_name("int8")
+    ('bfloat16', 'float16', 'float32', 'int8')
+    """
+    name = dtype.strip().removeprefix("torch.")
+    return _DTYPES.get(name.lower(), name)
 
 
 def register_with_timm(prefix: str = "fused") -> list[str]:

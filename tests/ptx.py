@@ -2,7 +2,8 @@
 
 Triton's interpreter runs a kernel's Python, so it never sees what becomes of that: layouts, exchanges between
 threads, inline assembly. Here all threads of a launch take an instruction together, as one NumPy operation.
-Where their ways part, those that are behind go first, so that all meet again where ways do, and at barriers.
+Where their ways part, those that are behind go first, so that all meet again where ways do; those that have
+come to a barrier wait for the others.
 
 A misaligned address, and one that is in no tensor, is an error. Memory and registers that nobody has written
 are NaN. What PTX calls approximate is rounded correctly; races between threads are not noticed.
@@ -23,6 +24,8 @@ import torch
 from tests.ptx_operations import BITS, OPERATIONS, TYPES
 
 _FIRST_PAGE = 4096
+# what threads do together
+_TOGETHER = ("bar", "elect", "shfl", "ldmatrix", "stmatrix")
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 # the type of a register by the beginning of its name; registers of inline assembly have other names
 _WIDTHS = {"%p": "pred", "%rs": "b16", "%r": "b32", "%rd": "b64", "%SP": "b64", "%SPL": "b64"}
@@ -181,11 +184,17 @@ class Machine:
     def run(self) -> None:
         waiting = {0: self.mask}
         while waiting:
-            at = min(waiting)
+            at = min(waiting, key=lambda at: (self._waits(at, waiting[at]), at))
             self.mask = waiting.pop(at)
             for to, mask in self._run_from(at, {*waiting}):
                 if mask.any():
                     waiting[to] = waiting[to] | mask if to in waiting else mask
+
+    def _waits(self, at: int, mask: np.ndarray) -> bool:
+        """Whether threads that are here wait for others of their program."""
+        programs = mask.reshape(-1, self.kernel.threads)
+        is_here = self.kernel.code[at].op in _TOGETHER if at < len(self.kernel.code) else False
+        return is_here and not (programs.all(1) | ~programs.any(1)).all()
 
     def _run_from(self, at: int, meetings: set[int]) -> list[tuple[int, np.ndarray]]:
         """Go on until ways part, or meet that of other threads; the places where threads then are."""
@@ -202,7 +211,7 @@ class Machine:
                 with np.errstate(all="ignore"):
                     OPERATIONS[op](self, kinds, *operands)
             at += 1
-            if at in meetings:
+            if at in meetings or (meetings and self._waits(at, taking_part)):
                 return [(at, taking_part)]
 
     def _holds(self, guard: str) -> np.ndarray:

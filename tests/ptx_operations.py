@@ -244,11 +244,15 @@ def cvt(m: Any, kinds: tuple[str, ...], to: str, *operands: Any) -> None:
     elif wanted in ("bf16", "f16"):
         m.put(to, _narrowed(values[0], wanted))
     elif values[0].dtype.kind == "f" and TYPES[wanted].kind in "iu":
-        limits, toward = np.iinfo(TYPES[wanted]), {"rzi": np.trunc, "rni": np.rint}[how[0]]
-        whole = np.clip(toward(values[0].astype(np.float64)), limits.min, limits.max)
+        limits = np.iinfo(TYPES[wanted])
+        whole = np.clip(_TO_WHOLE[how[0]](values[0].astype(np.float64)), limits.min, limits.max)
         m.put(to, np.nan_to_num(whole).astype(TYPES[wanted]))
     else:
-        m.put_computed(to, values[0].astype(TYPES[wanted]))
+        whole = next((_TO_WHOLE[each] for each in how if each in _TO_WHOLE), np.positive)
+        m.put_computed(to, whole(values[0]).astype(TYPES[wanted]))
+
+
+_TO_WHOLE: dict[str, Any] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def _narrowed(value: np.ndarray, kind: str) -> np.ndarray:

@@ -14,6 +14,7 @@ import torch.multiprocessing  # has ForkingPickler share tensors
 
 import fusedstep
 from fusedstep._memory import plan, table, watch
+from fusedstep._memory.taking import Way, take_step
 from tests.cases import KINDS, by_name, name_of
 from tests.pairs import Pair
 
@@ -753,3 +754,35 @@ def test_a_parameter_that_gets_another_shape_is_counted_anew(engine):
         return p.detach()
 
     assert torch.equal(stepped(True), stepped(False))
+
+
+def _first_gradient(optimizer):
+    p = optimizer.param_groups[0]["params"][1]
+    p.grad = torch.ones_like(p)
+
+
+def _loaded(optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _counted(optimizer):
+    next(iter(optimizer.state.values()))["step"] = torch.tensor(5.0)
+
+
+@pytest.mark.parametrize(
+    "change", [_first_gradient, _loaded, _counted, lambda optimizer: optimizer.state.clear()]
+)
+def test_a_graph_captures_no_step_that_would_prepare_states(change, engine):
+    """A replay would do it again: zero them, or copy counts from memory that holds something else by then."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = fusedstep.AdamW(params, engine=engine)
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    change(optimizer)
+    before = [{**optimizer.state[p]} for p in optimizer.state]
+    plan = optimizer._plan
+    with pytest.raises(RuntimeError, match="only after one that was not captured"):
+        take_step(optimizer, plan, plan.spec, Way(captures=True))
+    assert [{**optimizer.state[p]} for p in optimizer.state] == before
+    optimizer._plan = None
+    optimizer.step()

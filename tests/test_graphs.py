@@ -653,7 +653,13 @@ CHANGES = [
     lambda optimizer: optimizer.param_groups[0].update(max_grad_norm=0.5),
     lambda optimizer: setattr(optimizer, "skip_nonfinite", True),
     lambda optimizer: optimizer.add_param_group({"params": [parameter_with_gradient()]}),
+    lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    lambda optimizer: optimizer.state.clear(),
+    lambda optimizer: next(iter(optimizer.state.values())).update(step=torch.tensor(5.0)),
 ]
+
+
+CHANGED = ["lr", "betas", "amsgrad", "limit", "guard", "group", "loaded", "cleared", "counted"]
 
 
 def parameter_with_gradient():
@@ -663,7 +669,7 @@ def parameter_with_gradient():
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("change", CHANGES, ids=["lr", "betas", "amsgrad", "limit", "guard", "group"])
+@pytest.mark.parametrize("change", CHANGES, ids=CHANGED)
 def test_what_has_changed_since_the_last_step_is_not_captured(change):
     eager, graphed = pair(fusedstep.AdamW, lr=0.1)
     for optimizer in (eager, graphed):

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fusedstep
 from fusedstep import rules
-from fusedstep.rules import abs, keyword, largest, mix, report, rule, sign, sqrt, total, total_over_all, where
+from fusedstep.rules import abs, keyword, largest, mix, rule, sign, sqrt, total, total_over_all, where
 from tests import formats, ranks
 from tests.pairs import copies, same_bits, set_grads, whole
 from tests.test_checkpoints import Alone, trained
@@ -489,24 +489,6 @@ def test_statistics(cls, engine):
         assert seen.nonfinite == 0
         assert seen.trust_ratios is None
     matches(optimizer, params, hand)
-
-
-@rule(states={"m": "exp_avg"})
-def reporting(p, g, m, *, lr):
-    gain = report("gain", 1 / (1 + total(g * g)))
-    return p - lr * gain * g, m + g
-
-
-class Reporting(fusedstep.Optimizer):
-    rule = reporting
-    lr: float = 0.5
-
-
-def test_what_a_rule_reports_does_not_stop_statistics(engine):
-    """`report` is public: `statistics()` should tell of it, or at least of all else."""
-    params, optimizer = made([torch.ones(3)], Reporting, engine=engine, statistics=True)
-    take(optimizer, params, [torch.tensor([1.0, 2.0, 2.0])])
-    assert optimizer.statistics().grad_norm == 3
 
 
 def test_states_of_eight_bits(engine):

@@ -6,13 +6,11 @@
 import os
 from itertools import count
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fusedstep.checking import Plain
 from fusedstep.rules import (
     Optimizer,
     abs,
@@ -34,9 +32,9 @@ from fusedstep.rules import (
     total_over_all,
     where,
 )
+from tests.plain import compare
 
 RULES = int(os.environ.get("FUSEDSTEP_RULES", 200))
-SHAPES, STEPS = ((), (5,), (3, 7)), 3
 # each keeps numbers of moderate size, and away from where a rounding decides
 ONE = {
     "neg": lambda a: -a,
@@ -49,6 +47,10 @@ ONE = {
     "power": lambda a: power(abs(a) + 0.5, 1.5),
     "squashed": lambda a: a / (1 + abs(a)),
     "clamp": lambda a: clamp(a, -1.5, 2.0),
+    "square": lambda a: clamp(a, -1.5, 2.0) ** 2,
+    "cube": lambda a: tanh(a) ** 3,
+    "whole power": lambda a: power(clamp(a, -1.5, 1.5), 4),
+    "root": lambda a: abs(a) ** 0.5,
 }
 TWO = {
     "add": lambda a, b: a + b,
@@ -58,11 +60,15 @@ TWO = {
     "maximum": maximum,
     "minimum": minimum,
     "mix": lambda a, b: mix(a, b, 0.3),
+    "condition": lambda a, b: a >= b,
+    "conditions": lambda a, b: (a > 0.2) * (b < 0.4) - 0.5,
+    "alternating": lambda a, b: (-1) ** (a > b) * b,
 }
 THREE = {
     "fma": lambda a, b, c: fma(tanh(a), b, c),
     "where": lambda a, b, c: where(a > b, b, c),
     "where equal": lambda a, b, c: where(sign(a) == sign(b), a, c),
+    "where either": lambda a, b, c: where(a > b, b > c, c <= 0.3),
 }
 SUMS = {
     "mean": lambda a, n: total(a) / n,
@@ -71,7 +77,8 @@ SUMS = {
     "over all": lambda a, n: tanh(total_over_all(a)),
 }
 WORDS = {1: ONE, 2: TWO, 3: THREE}
-LEAVES = ("p", "g", "lr", "beta", "step")
+# `n` is kept once for a tensor, `k` once for a group
+LEAVES = ("p", "g", "lr", "beta", "step", "n", "k")
 
 
 def expression(draw, states, depth=6, sums=2):
@@ -103,8 +110,9 @@ def computed(tree, names):
     kind, word, *args = tree
     found = [computed(arg, names) for arg in args]
     if kind == "sum":
-        # of a number that is the same for all, it is the sum of as many
-        return SUMS[word](found[0] + 0 * names["p"], names["numel"])
+        # over all tensors, only of numbers that each element has
+        of = found[0] + 0 * names["p"] if word == "over all" else found[0]
+        return SUMS[word](of, names["numel"])
     return WORDS[len(found)][word](*found)
 
 
@@ -116,47 +124,28 @@ def class_of(trees):
     states = [name for name in trees if name != "p"]
 
     def update(*args, step, numel, lr, beta):
-        names = dict(zip(("p", "g", *states), args, strict=True))
+        names = dict(zip(("p", "g", *states, "n", "k"), args, strict=True))
         names |= {"step": step, "numel": numel, "lr": lr, "beta": beta}
         new = [names[name] + lr * tanh(computed(tree, names)) for name, tree in trees.items()]
-        return tuple(new)
+        found = names["p"] * names["g"]
+        return *new, mix(names["n"], tanh(total(found)), beta), tanh(names["k"] + total_over_all(found))
 
     # with the arguments that a rule has
-    source = f"def random_{next(numbers)}({', '.join(('p', 'g', *states))}, *, step, numel, lr, beta):\n"
-    source += f"    return update({', '.join(('p', 'g', *states))}, step=step, numel=numel, lr=lr, beta=beta)\n"
+    arguments = ", ".join(("p", "g", *states, "n", "k"))
+    source = f"def random_{next(numbers)}({arguments}, *, step, numel, lr, beta):\n"
+    source += f"    return update({arguments}, step=step, numel=numel, lr=lr, beta=beta)\n"
     made = {"update": update}
     exec(source, made)
     found = next(value for name, value in made.items() if name.startswith("random_"))
 
     class Random(Optimizer):
-        rule = rule_of(found, states)
+        rule = rule(
+            states={name: name for name in states}, scalars={"n": "size"}, group_scalars={"k": "progress"}
+        )(found)
         lr: float = 0.5
         beta: float = 0.9
 
     return Random
-
-
-def rule_of(update, states):
-    return rule(states={name: name for name in states})(update)
-
-
-def compare(trees, engine, device="cpu"):
-    random = torch.Generator().manual_seed(0)
-    draw = lambda: [torch.randn(shape, generator=random, dtype=torch.float64) for shape in SHAPES]
-    params = [torch.nn.Parameter(t.to(device)) for t in draw()]
-    optimizer = class_of(trees)(params, engine=engine)
-    plain = Plain(optimizer.rules[0], params)
-    for _ in range(STEPS):
-        grads = draw()
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g.to(device)
-        plain.step(grads, {"lr": 0.5, "beta": 0.9})
-        optimizer.step()
-    found = np.concatenate([p.detach().cpu().reshape(-1).numpy() for p in params])
-    np.testing.assert_allclose(found, plain.p, rtol=1e-7, atol=1e-7)
-    for k, name in enumerate(name for name in trees if name != "p"):
-        kept = np.concatenate([optimizer.state[p][name].cpu().reshape(-1).numpy() for p in params])
-        np.testing.assert_allclose(kept, plain.kept[k], rtol=1e-7, atol=1e-7)
 
 
 def tried(examples):
@@ -168,13 +157,13 @@ def tried(examples):
 @tried(RULES // 2)
 @given(rules())
 def test_rules_on_the_cpu(trees):
-    compare(trees, "cpu")
+    compare(class_of(trees), "cpu")
 
 
 @tried(RULES - RULES // 2)
 @given(rules())
 def test_rules_in_torch(trees):
-    compare(trees, "torch")
+    compare(class_of(trees), "torch")
 
 
 @tried(max(10, RULES // 20))
@@ -183,14 +172,14 @@ def test_rules_in_triton(trees):
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("compiled, the triton engine takes no CPU tensors")
-    compare(trees, "triton")
+    compare(class_of(trees), "triton")
 
 
 @pytest.mark.gpu
 @tried(60)
 @given(rules())
 def test_rules_on_a_gpu(trees):
-    compare(trees, "triton", "cuda")
+    compare(class_of(trees), "triton", "cuda")
 
 
 def test_a_number_is_not_taken_for_another_that_python_has_equal(engine):
@@ -198,7 +187,7 @@ def test_a_number_is_not_taken_for_another_that_python_has_equal(engine):
 
     def after(update):
         class Own(Optimizer):
-            rule = rule_of(update, [])
+            rule = rule()(update)
             lr: float = 0.5
 
         p = torch.nn.Parameter(torch.tensor([2.0]))

@@ -74,8 +74,8 @@ LINES = [
     ("x = g[0]", "is a single number and cannot be unpacked or indexed"),
     ("x = len(g)", "has no length"),
     ("x = round(g)", "takes numbers only"),
-    ("x = staged(g, 3)", "takes a stage, an instance of a subclass of Stage, and not 3"),
-    ("x = staged(g, Stage)", "an instance of a subclass of Stage, and not <class"),
+    ("x = staged(g, 3)", "an instance of a subclass of Stage that has a `run`, and not 3"),
+    ("x = staged(g, Stage)", "an instance of a subclass of Stage that has a `run`, and not <class"),
 ]
 
 

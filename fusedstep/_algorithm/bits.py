@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from .code import Code, linear
-from .language import Value, operation
+from .value import Value, operation
 
 
 def bits(a):

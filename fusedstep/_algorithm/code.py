@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from .language import Value
+from .value import Value
 
 Leaf = tuple[str, Any]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from .code import Code, Leaf, linear, reachable
-from .language import Value
 from .step import FOUND_INF, GRAD, GRAD_SCALE, OF_TENSOR, Graph, StepSpec
+from .value import Value
 
 # exact in any precision, so sweeps need no column for them: a column holds numbers, not conditions
 _EXACT = ("neg", "lt", "le", "gt", "ge", "eq", "ne", "constant")

@@ -11,178 +11,19 @@ sum over the tensor. Values that are the same for all elements are computed once
 from __future__ import annotations
 
 import builtins
+import contextlib
 import math
-from numbers import Real
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 
-from .instead import SUPPORTED, instead
 from .stage import Stage
+from .value import Value, as_number, operation
 
-# NumPy's functions for operators: a NumPy number at the left of an operator calls them
-_OPERATORS = {
-    "add": "add",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "power": "power",
-    "less": "lt",
-    "less_equal": "le",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "equal": "eq",
-    "not_equal": "ne",
-}
-
-
-class Value:
-    """A number that will be known when a step runs: an operation, and the values or numbers it takes.
-
-    `per_element` says whether it may differ between the elements of a tensor. `level` counts the sums over
-    tensors that have to be complete before it can be computed.
-    """
-
-    __slots__ = ("args", "level", "op", "per_element")
-
-    def __init__(self, op: str, *args: Any) -> None:
-        values = [arg for arg in args if isinstance(arg, Value)]
-        self.op, self.args = op, args
-        self.per_element: bool = any(value.per_element for value in values)
-        self.level: int = max((value.level for value in values), default=0)
-
-    def __add__(self, other):
-        return operation("add", self, other)
-
-    def __radd__(self, other):
-        return operation("add", other, self)
-
-    def __sub__(self, other):
-        return operation("sub", self, other)
-
-    def __rsub__(self, other):
-        return operation("sub", other, self)
-
-    def __mul__(self, other):
-        return operation("mul", self, other)
-
-    def __rmul__(self, other):
-        return operation("mul", other, self)
-
-    def __truediv__(self, other):
-        return operation("div", self, other)
-
-    def __rtruediv__(self, other):
-        return operation("div", other, self)
-
-    def __pow__(self, other):
-        return operation("power", self, other)
-
-    def __rpow__(self, other):
-        return operation("power", other, self)
-
-    def __neg__(self):
-        return operation("neg", self)
-
-    def __pos__(self):
-        return self
-
-    def __abs__(self):
-        return abs(self)
-
-    def __lt__(self, other):
-        return operation("lt", self, other)
-
-    def __le__(self, other):
-        return operation("le", self, other)
-
-    def __gt__(self, other):
-        return operation("gt", self, other)
-
-    def __ge__(self, other):
-        return operation("ge", self, other)
-
-    def __eq__(self, other):
-        return operation("eq", self, other)  # type: ignore[override]
-
-    def __ne__(self, other):
-        return operation("ne", self, other)  # type: ignore[override]
-
-    # two values are equal only if they are the same object
-    __hash__ = object.__hash__
-
-    def __repr__(self) -> str:
-        if self.op == "given":
-            return f"<value of {self.args[0]!r}>"
-        return "<value of an element>" if self.op == "plane" else f"<value made by {self.op!r}>"
-
-    # what a rule cannot do
-
-    def __bool__(self) -> NoReturn:
-        raise TypeError(
-            "a rule cannot branch on a value, which is not known before the step runs: found it in an `if`, "
-            "`and`, `or`, `not`, `max`, `min` or `a < b < c`; use where(condition, a, b), products of "
-            "conditions, maximum(a, b) and minimum(a, b)"
-        )
-
-    def __float__(self) -> NoReturn:
-        raise TypeError(f"a rule called a function that takes numbers only; accepted are {SUPPORTED}")
-
-    __int__ = __index__ = __round__ = __float__
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a value in a rule has no {name!r}; {instead(name)}")
-
-    def __getitem__(self, place: Any = None) -> NoReturn:
-        raise TypeError(
-            "a value in a rule is a single number and cannot be unpacked or indexed, and has no length; "
-            "write what is done to one element"
-        )
-
-    __iter__ = __len__ = __getitem__
-
-    def __and__(self, other: Any = None) -> NoReturn:
-        raise TypeError(
-            "a rule cannot use `&`, `|` or `~`; multiply conditions, a * b, for `and`, write maximum(a, b) for "
-            "`or` and 1 - a for `not`"
-        )
-
-    __rand__ = __or__ = __ror__ = __invert__ = __and__
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """What torch calls instead of a function that a value is passed to."""
-        for arg in args:
-            if hasattr(arg, "__torch_function__") and not isinstance(arg, Value):
-                raise _foreign(arg, func.__name__)
-        raise TypeError(
-            f"a rule called {func.__name__!r} of torch, which takes tensors; {instead(func.__name__)}"
-        )
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
-        """The same for NumPy's functions."""
-        raise TypeError(
-            f"a rule called {func.__name__!r} of NumPy, which takes arrays; {instead(func.__name__)}"
-        )
-
-    def __array_ufunc__(self, func: Any, method: str, *args: Any, **kwargs: Any) -> Value:
-        """The same for those of its functions that work element by element."""
-        if func.__name__ in _OPERATORS and method == "__call__":
-            # comparisons hand a number over as an array without dimensions
-            numbers = [arg.item() if getattr(arg, "ndim", None) == 0 else arg for arg in args]  # type: ignore
-            return operation(_OPERATORS[func.__name__], *numbers)
-        return self.__array_function__(func, (), args, kwargs)
-
-
-def operation(op: str, *args: Any) -> Value:
-    for arg in args:
-        # those of NumPy are `Real`, too
-        if not isinstance(arg, (Value, int, float, Real)):
-            raise _foreign(arg, op)
-    made = next((type(arg) for arg in args if isinstance(arg, Value)), Value)
-    return made(op, *args)
-
-
-def _foreign(arg: Any, op: str) -> TypeError:
-    return TypeError(f"a rule used a {type(arg).__name__}, {arg!r}, in {op!r}; use numbers and values")
+# the number of elements of the tensor, while a rule is traced
+_numel: ContextVar[Any] = ContextVar("numel", default=None)
+# names by which rules report
+_REPORTS = ("trust_ratio",)
 
 
 def _known(*args: Any) -> bool:
@@ -280,11 +121,26 @@ def largest(a):
 
 
 def _fold(a, kind):
+    a = as_number(a)
+    if type(a) is Value and not a.per_element:
+        return a * given("numel") if kind == "sum" else a
     if _known(a):
-        return a
+        # called with plain numbers, a rule is about a single element
+        numel = _numel.get()
+        return a if numel is None or kind == "max" else a * numel
     value = type(a)("fold", a, kind)
     value.per_element, value.level = False, a.level + 1
     return value
+
+
+@contextlib.contextmanager
+def traced_with(numel: Any) -> Iterator[None]:
+    """Within this context a rule is traced, for a tensor with so many elements."""
+    token = _numel.set(numel)
+    try:
+        yield
+    finally:
+        _numel.reset(token)
 
 
 def over_clip_group(fold):
@@ -299,25 +155,51 @@ def over_all(fold):
 
 def total_over_all(a):
     """The sum of `a` over all elements of all tensors of the optimizer."""
-    return over_all(total(a))
+    fold = total(a)
+    if _numel.get() is not None and getattr(fold, "op", None) != "fold":
+        raise TypeError(
+            f"total_over_all(a) adds up a number of each element, but {a!r} is the same for all elements of a "
+            "tensor; give it what is summed over the tensor, such as g * g"
+        )
+    return over_all(fold)
 
 
 def staged(a, stage):
     """What a `Stage` makes of `a`: work on whole tensors, such as products of matrices, between two sweeps."""
-    if not isinstance(stage, Stage):
+    if not isinstance(stage, Stage) or type(stage).run is Stage.run:
         raise TypeError(
-            f"staged(a, stage) takes a stage, an instance of a subclass of Stage, and not {stage!r}"
+            "staged(a, stage) takes a stage, an instance of a subclass of Stage that has a `run`, and not "
+            f"{stage!r}"
+        )
+    if type(stage).__hash__ is None:
+        raise TypeError(
+            f"{type(stage).__name__} has no hash, by which equal stages are found; mark it with "
+            "@dataclass(frozen=True)"
         )
     if not getattr(a, "per_element", False):
         raise TypeError(f"{type(stage).__name__} works on tensors; give it a number of each element, not {a!r}")
-    value = type(a)("stage", a, stage)
+    value = type(a)("stage", as_number(a), stage)
     value.per_element, value.level = True, a.level + 1
     return value
 
 
 def report(name, a):
     """`a` itself, which `statistics()` returns by this name."""
-    return a if _known(a) else type(a)("report", a, name)
+    if name not in _REPORTS:
+        raise TypeError(f"report(name, a) was given the name {name!r}; use one of {_REPORTS}")
+    return reported(name, a)
+
+
+def reported(name, a):
+    """The same by any name."""
+    if _known(a):
+        return a
+    if a.per_element:
+        raise TypeError(
+            f"report({name!r}, a) takes a number of each tensor, and {a!r} may differ between elements; report "
+            "a sum or norm of it, total(a) for example"
+        )
+    return type(a)("report", as_number(a), name)
 
 
 def plane(place: int) -> Value:

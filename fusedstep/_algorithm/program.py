@@ -18,7 +18,6 @@ import torch
 from .code import Instruction, reachable
 from .cut import Cut, uniform_code
 from .formats import Format, Plain, Plane, compute_dtype
-from .language import Value
 from .stage import Stage
 from .step import (
     GRAD,
@@ -33,6 +32,7 @@ from .step import (
     keywords,
     trace_step,
 )
+from .value import Value
 
 # the state that holds a moving average of the parameter
 EMA = "ema"

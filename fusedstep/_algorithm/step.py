@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from .bits import draw
 from .formats import Format, turn_of
+from .instead import SUPPORTED
 from .language import (
-    Value,
     given,
     kept,
     largest,
@@ -22,11 +22,13 @@ from .language import (
     over_all,
     over_clip_group,
     plane,
-    report,
+    reported,
     sqrt,
     total,
+    traced_with,
     where,
 )
+from .value import Value, as_number
 
 
 class StepSpec(NamedTuple):
@@ -108,10 +110,11 @@ OF_TENSOR = ("step", "numel", "rows", "columns")
 GRAD_SCALE, FOUND_INF = "grad scale", "found inf"
 
 
-def called(update: Callable) -> str:
-    """A rule as errors name it: its name, and where it is written."""
+def called(update: Callable, at_end: bool = False) -> str:
+    """A rule as errors name it: its name, and where it begins or returns."""
     code = inspect.unwrap(update).__code__
-    return f"{update.__name__!r} ({code.co_filename}:{code.co_firstlineno})"
+    line = max(line for *_, line in code.co_lines() if line) if at_end else code.co_firstlineno
+    return f"{update.__name__!r} ({code.co_filename}:{line})"
 
 
 def by_position(update: Callable) -> list[str]:
@@ -145,7 +148,7 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     if spec.clips:
         together = over_clip_group(squared)
         norm = (sqrt(together) if spec.norm_type == 2 else together) / scale
-        factor = factor * report("clip_factor", clip_factor(norm, given("max_grad_norm"), given("clip_eps")))
+        factor = factor * reported("clip_factor", clip_factor(norm, given("max_grad_norm"), given("clip_eps")))
     grad_scale = factor / scale
     if spec.skip_nonfinite:
         skip = skip + over_all(count)
@@ -154,13 +157,16 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     states = values[2:-1] if averages else values[2:]
     by_keyword = {name: given(name) for name in keywords(update)}
     of_tensor, of_group = [*map(kept, range(len(rule.scalars)))], [*map(given, rule.group_scalars)]
-    results = update(p, raw * grad_scale, *states, *of_tensor, *of_group, **by_keyword)
+    with traced_with(given("numel")):
+        results = _results(update, p, raw * grad_scale, *states, *of_tensor, *of_group, **by_keyword)
     _check_results(update, results, 1 + len(states) + len(of_tensor) + len(of_group))
+    results = [*map(as_number, results)]
     # what is the same for all elements is stored for each
     stored = [
         x if getattr(x, "per_element", False) else where(p == p, x, x) for x in results[: 1 + len(states)]
     ]
-    new, new_states, new_once = stored[0], stored[1:], results[len(stored) :]
+    new, *new_states = stored
+    new_once = results[len(stored) :]
     names = *rule.scalars, *rule.group_scalars
     for name, value in zip(names, new_once, strict=True):
         _check_once(called(update), name, value, name in rule.group_scalars)
@@ -184,14 +190,23 @@ def trace_step(rule: Any, slots: Sequence[Stored], spec: StepSpec, averages: boo
     return Graph(stores, folds, skip, once[: len(of_tensor)], new_of_group)
 
 
+def _results(update: Callable, *args: Value, **by_keyword: Value) -> Any:
+    try:
+        return update(*args, **by_keyword)
+    except NameError as error:
+        if type(error) is NameError:
+            error.args = (f"{error}; accepted in a rule are {SUPPORTED}",)
+        raise
+
+
 def _check_results(update: Callable, results: Any, count: int) -> None:
     """Raise if an update did not return `count` values or numbers."""
     is_number = lambda x: isinstance(x, (Value, Real))
     if not isinstance(results, tuple) or len(results) != count or not all(map(is_number, results)):
         names = [f"new_{name}" for name in by_position(update) if name != "g"]
         raise TypeError(
-            f"rule {called(update)} returned {results!r}; return the new parameter and what is kept, as it is "
-            f"now: a tuple of {count}, ({', '.join(names)}{',' * (count == 1)})"
+            f"rule {called(update, at_end=True)} returned {results!r}; return the new parameter and what is "
+            f"kept, as it is now: a tuple of {count}, ({', '.join(names)}{',' * (count == 1)})"
         )
 
 

@@ -14,6 +14,7 @@ from .._engines.foreach.placed import decode, encode
 from . import shards
 from .settings import Update
 from .shards import local
+from .state_planes import MASTER_PLANES
 from .storage import AS_PARAMETER, found_format, found_master, param_format, plane_shape, state_format
 
 
@@ -58,9 +59,14 @@ def _has_its_dtype(p: Tensor, values: dict[str, Any]) -> bool:
 
 
 def _fits(p: Tensor, values: dict[str, Any], planes: Iterable[Plane]) -> bool:
-    """Whether all of these planes exist, have the right shape, and are distributed as the parameter is."""
-    found = [(values.get(plane.name), plane_shape(plane, p, p)) for plane in planes]
-    return all(isinstance(t, Tensor) and t.shape == shape and shards.lies_alike(t, p) for t, shape in found)
+    """Whether all of these planes exist, with their dtype and shape, distributed as the parameter is."""
+
+    def fits(plane: Plane, t: Any) -> bool:
+        if not isinstance(t, Tensor) or t.shape != plane_shape(plane, p, p) or not shards.lies_alike(t, p):
+            return False
+        return t.dtype == (plane.dtype.to_complex() if t.is_complex() else plane.dtype)
+
+    return all(fits(plane, values.get(plane.name)) for plane in planes)
 
 
 def _tensors(stored: Format, name: str, values: dict[str, Any]) -> list[Tensor]:
@@ -101,13 +107,19 @@ def _replace(p: Tensor, values: dict[str, Any], name: str, found: Format, wanted
 
 
 def _convert_master(p: Tensor, values: dict[str, Any], wanted: Format) -> None:
-    part = local(p)
+    part, master = local(p), values.get("master")
+    if isinstance(master, Tensor) and master.is_floating_point():
+        # torch's loader has cast it to the parameter's dtype, if it went through one of torch's optimizers
+        values["master"] = master.to(torch.float32)
     found = found_master(part, values)
     if found == wanted or (found is not None and not _fits(p, values, found.planes("param")[1:])):
         return
     if found is not None:
         # on the master's device, which may not be the parameter's
         part = part.to(local(values[found.planes("param")[1].name]).device)
+    if found is None and MASTER_PLANES & values.keys() and not isinstance(wanted, Plain):
+        # of another kind: left as it is, too
+        return
     master = None if found is None else _master(found, part, values)
     values.pop("master", None)
     values.pop("master_rest", None)

@@ -18,7 +18,14 @@ from .settings import Settings, Update
 from .shards import local
 from .stage_slots import stage_formats
 from .state_planes import check_complete
-from .storage import found_format, found_master, param_format, plain_format, state_format
+from .storage import (
+    found_format,
+    found_master,
+    is_real_or_complex,
+    param_format,
+    plain_format,
+    state_format,
+)
 
 
 class Needs(NamedTuple):
@@ -57,6 +64,8 @@ def needs_of(whole: Tensor, grad: Any, update: Update, state: Mapping[str, Any],
     names = [name for _, name in rule.states] + [EMA] * update.averages
     found = {name: found_format(name, state, storage.draws) for name in names} if state else {}
     is_there = any(found.values())
+    if state and grad is not None:
+        _check_numbers(names, state, owner)
     if state and grad is not None and not is_there:
         _check_own(rule, names, state, owner)
     if grad is not None and settings.rules and any(found.get(name) for _, name in rule.states):
@@ -88,6 +97,15 @@ def needs_of(whole: Tensor, grad: Any, update: Update, state: Mapping[str, Any],
         # if a rule keeps nothing, it is unknown
         not is_new and (bool(rule.scalars) or is_there),
     )
+
+
+def _check_numbers(names: list[str], state: Mapping[str, Any], owner: str) -> None:
+    for name in names:
+        t = state.get(name)
+        if isinstance(t, Tensor) and not is_real_or_complex(t):
+            raise TypeError(
+                f"{owner} found a state {name!r} of {t.dtype}, not floating-point; load a matching checkpoint"
+            )
 
 
 def _check_own(rule: Rule, names: list[str], state: Mapping[str, Any], owner: str) -> None:

@@ -158,8 +158,10 @@ class Plan:
     def buckets(self) -> list[Bucket]:
         return [bucket for table in self.tables for bucket in table.buckets]
 
-    def refresh(self, optimizer: Any, spec: StepSpec) -> bool:
-        """Bring everything up to date; False if another plan is needed."""
+    def refresh(self, optimizer: Any, spec: StepSpec, settles: bool = True) -> bool:
+        """Bring everything up to date; False if another plan is needed. Unless it `settles`, also if rows have
+        to be made again, which copies and allocates what a graph must not repeat.
+        """
         if spec != self.spec or is_watched() != self._watched or optimizer.norm_group is not self._norm_group:
             return False
         if optimizer.storage is not self._storage or optimizer.seed != self.settings.seed:
@@ -168,7 +170,7 @@ class Plan:
             self._has_members(optimizer.param_groups)
             and self._refresh_options(optimizer)
             and not (self._frozen and any(p.grad is not None for p in self._frozen))
-            and self._refresh_rows(optimizer)
+            and self._refresh_rows(optimizer, settles)
         )
 
     @property
@@ -235,12 +237,12 @@ class Plan:
 
     # rows
 
-    def _refresh_rows(self, optimizer: Any) -> bool:
+    def _refresh_rows(self, optimizer: Any, settles: bool) -> bool:
         self._find_states(optimizer.state)
         changed = [(table, each) for table in self.tables for each in table.buckets if not each.refresh()]
         if any(counts.has_moved() for table in self.tables for counts in table.counters):
             return False
-        return not changed or self._settle(changed, optimizer)
+        return not changed or (settles and self._settle(changed, optimizer))
 
     @torch.inference_mode(False)
     @torch.no_grad()

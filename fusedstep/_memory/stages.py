@@ -143,7 +143,10 @@ class Stack:
             target = source.view(target.dtype)
         key = self.stage, source.shape, source.dtype, source.device
         if key not in _tried and source.numel() and not is_traced():
-            self.stage.run(source.zero_(), target, workspace_bytes)
+            returned = self.stage.run(source.zero_(), target, workspace_bytes)  # type: ignore[func-returns-value]
+            if returned is not None:
+                name = type(self.stage).__name__
+                raise TypeError(f"{name}.run returned {returned!r}; fill `target` instead: target.copy_(x)")
             _tried.add(key)
 
     def begin(self, live: list[int]) -> None:

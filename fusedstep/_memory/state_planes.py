@@ -88,10 +88,11 @@ def check_state(found: Any, p: Tensor, plane: Plane, param_name: str | None) -> 
             f"state {name!r} has shape {tuple(found.shape)} and {found.dtype}, but {owner} "
             f"has {tuple(p.shape)} and {p.dtype}; load a matching checkpoint or delete optimizer.state[p]"
         )
-    if found.dtype != plane.dtype and not (found.is_floating_point() or found.is_complex()):
+    dtype = plane.dtype.to_complex() if p.is_complex() else plane.dtype
+    if found.dtype != dtype:
         raise TypeError(
-            f"state {name!r} of {owner.removeprefix('its ')} is {found.dtype}, not floating-point; load a "
-            "matching checkpoint"
+            f"state {name!r} of {owner.removeprefix('its ')} is {found.dtype}, and has to be {dtype}; load a "
+            "matching checkpoint or delete optimizer.state[p]"
         )
     if not watch.has_numbers(shards.local(found)):
         raise RuntimeError(

@@ -47,6 +47,11 @@ def real_dtype(t: Tensor) -> torch.dtype:
     return t.dtype.to_real() if t.is_complex() else t.dtype
 
 
+def is_real_or_complex(t: Tensor) -> bool:
+    """False for whole numbers and truth values."""
+    return t.is_floating_point() or t.is_complex()
+
+
 def plain_format(t: Tensor) -> Plain:
     return Plain(real_dtype(t))
 
@@ -120,7 +125,7 @@ _RESTS = {torch.int16: 16, torch.int8: 8}
 
 def found_format(name: str, state: Mapping[str, Any], draws: bool) -> Format | None:
     """The format of a state that exists; None if it does not."""
-    if isinstance(state.get(name), Tensor):
+    if isinstance(state.get(name), Tensor) and is_real_or_complex(state[name]):
         return _plain(real_dtype(state[name]), draws and name != EMA and not state[name].is_complex())
     for is_signed in (True, False):
         codes = Int8(is_signed).planes(name)[0]

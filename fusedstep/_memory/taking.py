@@ -29,7 +29,8 @@ def take_step(optimizer: Any, plan: Plan | None, spec: StepSpec, way: Way) -> Pl
     """Step what has gradients; returns the plan for the next step. After an exception, do not reuse `plan`."""
     try:
         grows = plan is not None and not (way.captures or way.keeps)
-        if plan is None or (grows and plan.is_scattered) or not plan.refresh(optimizer, spec):
+        is_current = plan is not None and not (grows and plan.is_scattered)
+        if plan is None or not is_current or not plan.refresh(optimizer, spec, settles=not way.captures):
             if way.captures:
                 raise RuntimeError(
                     "a CUDA graph can capture a step() only after one that was not captured, with the same "

@@ -22,6 +22,8 @@ COMMON_ARGUMENTS = declared_arguments(Common, {})
 class Declaration(Common):
     """What a subclass declares, read when it is made."""
 
+    defaults: dict[str, Any]
+
     # the rule, or every rule that a group may have
     rule: ClassVar[Rule]
     rules: ClassVar[tuple[Rule, ...]]
@@ -73,6 +75,7 @@ class Declaration(Common):
                 f"rule {called(rule.update)} of {cls.__name__} takes {sorted(unknown)}, and the class declares "
                 f"{sorted(n for a in groups.values() for n in a.scalars)}; {_how_to_declare(cls, min(unknown))}"
             )
+        _check_defaults(cls)
         if "__init__" not in vars(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
@@ -91,7 +94,10 @@ class Declaration(Common):
 
     def update_of(self, group: dict[str, Any]) -> Update:
         """That rule, whether the group's parameters are averaged, and how all is stored."""
-        return Update(self.rule_of(group), group.get("ema_decay") is not None, self.storage_of(group))
+        rule = self.rule_of(group)
+        if not isinstance(rule, Rule):
+            raise TypeError(f"{type(self).__name__}.rule_of(group) returned {rule!r}; return one of its rules")
+        return Update(rule, group.get("ema_decay") is not None, self.storage_of(group))
 
     def storage_of(self, group: dict[str, Any]) -> Storage:
         """How the states of a group's parameters are stored."""
@@ -120,7 +126,14 @@ class Declaration(Common):
 
     def option(self, group: dict[str, Any], name: str) -> Any:
         """An option of a group, which may leave out what is not its own."""
-        return group[name] if name in group else self.arguments[name].default
+        if name in group:
+            return group[name]
+        if name in self.defaults:
+            raise KeyError(
+                f"a group of {type(self).__name__} has no {name!r} any more; set it again, to "
+                f"{self.defaults[name]!r} for example"
+            )
+        return self.arguments[name].default
 
     def number(self, option: str, value: Any) -> Any:
         """The value of an option, a word as its number."""
@@ -168,6 +181,21 @@ def _check_declared(cls: type[Declaration], inherited: dict[str, Argument]) -> N
             )
 
 
+def _check_defaults(cls: type[Declaration]) -> None:
+    """Raise where a rule takes a number, and the default is none."""
+    if cls.number is not Declaration.number:
+        # the class makes numbers of its options
+        return
+    for name, scalars in cls.options.items():
+        default = cls.arguments[name].default
+        if scalars == (name,) and name not in cls.words and not _is_number(default):
+            raise TypeError(
+                f"{cls.__name__}.{name} is by default {default!r}, and a rule takes a number of that name; use "
+                f"a number, `{name}: float = 0.9` for example, `pair(...)` for several, or override number(), "
+                "which makes a number of an option"
+            )
+
+
 def _may_be_default(value: Any) -> bool:
     """Whether a class has it as the default of an option rather than as a method or property."""
     return not callable(value) and not hasattr(value, "__get__")
@@ -187,6 +215,13 @@ def _how_to_declare(cls: type[Declaration], name: str) -> str:
     value = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
     if value is not None and _may_be_default(value):
         return f"{name} has no annotation, and so it is no option; write {_declared(name, value, {})}"
+    several = next(
+        (n for n, a in cls.arguments.items() if is_sequence(a.default) and len(a.scalars) == 1), None
+    )
+    if several is not None:
+        default = cls.arguments[several].default
+        names = ", ".join(repr(f"{several.removesuffix('s')}{i}") for i in range(1, len(default) + 1))
+        return f"if it is a part of {several}, write `{several}: tuple = pair({names}, default={default!r})`"
     if name in inspect.get_annotations(cls):
         return f"{name} has no default, and so it is no option; write `{name}: float = 1e-3`, for example"
     return f"declare an option of that name, `{name}: float = 1e-3` for example"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._memory.ranks import UnpicklableGroup
-from .._memory.storage import AS_PARAMETER, Storage
+from .._memory.storage import AS_PARAMETER, IN_GROUPS, Storage
 from .checkpoint import expanded, loadable, unpack
 
 # arguments that are process groups
@@ -30,6 +30,12 @@ class Saving(torch.optim.Optimizer):
     seed: int
     offload: str | None
     unsaved_steps: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch has it. How states are stored is no part of it: that is for whoever loads it to choose."""
+        saved = super().state_dict()
+        groups = [{k: v for k, v in g.items() if k not in IN_GROUPS} for g in saved["param_groups"]]
+        return {**saved, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._refuse_averages("load_state_dict")
@@ -103,4 +109,6 @@ class Saving(torch.optim.Optimizer):
         >>> [name for name in optimizer.expanded_state_dict()["state"][0] if name != "step"]
         ['exp_avg', 'exp_avg_sq', 'master']
         """
+        # a split master is what a parameter and its rest are together
+        self._refuse_averages("expanded_state_dict")
         return expanded(self, self.state_dict())

@@ -56,8 +56,12 @@ class Storing:
     def storage_of(self, group: dict[str, Any]) -> Storage:
         storage = self.storage
         if "state_dtype" in group:
-            chosen = _hashable(self.understood_dtypes(group["state_dtype"]))
-            storage = storage._replace(state_dtype=chosen, is_groups_own=True)
+            chosen = self.understood_dtypes(group["state_dtype"])
+            if isinstance(chosen, dict):
+                # states that it does not name are stored as everywhere
+                named = {name: storage.dtype_of(name) for name in state_names(self.rules)}
+                chosen = {name: dtype for name, dtype in named.items() if dtype is not None} | chosen
+            storage = storage._replace(state_dtype=_hashable(chosen), is_groups_own=True)
         if "master" in group:
             storage = storage._replace(master=as_master(group["master"]))
         return storage

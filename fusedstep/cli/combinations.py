@@ -162,7 +162,7 @@ def _fits(subject: Subject, values: dict[str, Any], dtype: str | None, storage: 
     # its first steps are smaller than a rounding to sixteen bits
     if subject.name == "Prodigy" and (storage != "plain" or is_coarse or dtype == "bfloat16/float32"):
         return False
-    return not (subject.name in ("rules", "Muon") and dtype == "complex64")
+    return not (subject.name in ("rules", "Muon", "npu.NpuFusedAdamP") and dtype == "complex64")
 
 
 def _factors(where: Sequence[Place], subjects: Sequence[Subject]) -> dict[str, Sequence[Any]]:
@@ -192,9 +192,7 @@ def pairs(where: Sequence[Place], subjects: Sequence[Subject]) -> list[Case]:
     wanted: dict[tuple, None] = {}
     for a, b in itertools.combinations(names, 2):
         for x, y in itertools.product(factors[a], factors[b]):
-            # some optimizer must take both somewhere
-            anywhere = itertools.product(subjects, where)
-            if any(_goes_together({"subject": who, "place": place, a: x, b: y}) for who, place in anywhere):
+            if _is_part_of_some({a: x, b: y}, factors):
                 wanted[_key(a, x, b, y)] = None
     # ties are broken at random, from a fixed seed
     found, chance = [], random.Random(0)
@@ -202,7 +200,7 @@ def pairs(where: Sequence[Place], subjects: Sequence[Subject]) -> list[Case]:
         a, x, b, y = _meant(next(iter(wanted)), factors)
         values = {a: x, b: y}
         for name in (name for name in names if name not in values):
-            fitting = [value for value in factors[name] if _goes_together({**values, name: value})]
+            fitting = [value for value in factors[name] if _is_part_of_some({**values, name: value}, factors)]
             new = {v: sum(_key(name, v, n, w) in wanted for n, w in values.items()) for v in map(str, fitting)}
             most = max(new.values())
             values[name] = chance.choice([v for v in fitting if new[str(v)] == most])
@@ -212,6 +210,14 @@ def pairs(where: Sequence[Place], subjects: Sequence[Subject]) -> list[Case]:
         levels = tuple(values[name] for name in FEATURES)
         found.append(Case(values["subject"], values["dtype"], values["place"], levels))
     return found
+
+
+def _is_part_of_some(values: dict[str, Any], factors: dict[str, Sequence[Any]]) -> bool:
+    """Whether some optimizer takes these values, somewhere and in some dtype."""
+    # what most depends on
+    names = ("subject", "place", "dtype")
+    rest = itertools.product(*([values[name]] if name in values else factors[name] for name in names))
+    return any(_goes_together({**values, **dict(zip(names, each, strict=True))}) for each in rest)
 
 
 _ORDER = {name: i for i, name in enumerate(("subject", "dtype", "place", *FEATURES))}

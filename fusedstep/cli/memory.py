@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
 import sys
@@ -18,6 +17,7 @@ from rich.table import Table
 from torch import nn
 
 import fusedstep
+from fusedstep import registry
 from fusedstep._torch.refusals import check_released
 from fusedstep._torch.release import BUCKET_BYTES
 
@@ -72,7 +72,8 @@ def memory(
     """Bytes that a model takes with an optimizer, for every way to store its states and masters."""
     of_param = None if dtype is None else _dtype(dtype)
     options = _options(option or []) | ({"offload": "cpu"} if offload else {})
-    make = functools.partial(OPTIMIZERS[_known("optimizer", optimizer, OPTIMIZERS)], **options)
+    optimizer = _name(optimizer)
+    make = functools.partial(OPTIMIZERS[optimizer], **options)
     named = parameters_of(model, of_param)
     try:
         settings = settings_for(make, *_dtypes_of_settings(named))
@@ -111,18 +112,24 @@ def memory(
         console.print(f"all numbers: {output}")
 
 
-def _known(what: str, found: str, accepted: Iterable[str]) -> str:
-    if found not in accepted:
-        message = f"found {found!r}; use one of {', '.join(accepted)}"
-        raise typer.BadParameter(message, param_hint=f"--{what}")
-    return found
+def _name(found: str) -> str:
+    """The name of a class, however it is written."""
+    known = {registry.key_of(name): name for name in OPTIMIZERS}
+    if registry.key_of(found) not in known:
+        raise _unknown("optimizer", found, OPTIMIZERS)
+    return known[registry.key_of(found)]
 
 
 def _dtype(found: str) -> torch.dtype:
-    """By torch's name, or as `fusedstep bench` calls it."""
-    short = {SHORT[name]: dtype for name, dtype in DTYPES.items()}
-    accepted = {**DTYPES, **short}
-    return accepted[_known("dtype", found, accepted)]
+    """By torch's name, or a short one."""
+    name = registry.torch_name(found)
+    if name not in DTYPES:
+        raise _unknown("dtype", found, [*DTYPES, *(SHORT[dtype] for dtype in DTYPES)])
+    return DTYPES[name]
+
+
+def _unknown(what: str, found: str, accepted: Iterable[str]) -> typer.BadParameter:
+    return typer.BadParameter(f"found {found!r}; use one of {', '.join(accepted)}", param_hint=f"--{what}")
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -146,7 +153,7 @@ def _bucket_bytes(make: Callable[..., Any]) -> int:
 
 
 def _options(found: list[str]) -> dict[str, Any]:
-    """Options that were written as name=value; a value that is no literal is a string."""
+    """Options that were written as name=value, with values as in configuration files."""
     options: dict[str, Any] = {}
     for each in found:
         name, equals, value = each.partition("=")
@@ -154,10 +161,7 @@ def _options(found: list[str]) -> dict[str, Any]:
             other = " and ".join(Setting._fields)
             message = f"found {each!r}; use name=value; rows differ in {other}, which cannot be given"
             raise typer.BadParameter(message, param_hint="--option")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
+        options[name] = registry.understood(value)
     return options
 
 

@@ -106,7 +106,7 @@ def words(p, g, a, b, *, step, numel, lr, low, high):
     b = b + maximum(a, g) * minimum(p, g) + sign(g) * (1 / (3 - a)) + (1 - g) - +(-g)
     for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
         b = b + k * where(condition, 1.0, 0.0)
-    size = report("size", sqrt(total(g * g)) / numel) + 0.01 * total_over_all(abs(g))
+    size = report("trust_ratio", sqrt(total(g * g)) / numel) + 0.01 * total_over_all(abs(g))
     u = (a + b / step) / (1 + largest(g) + size)
     return p - lr * u, a, b
 

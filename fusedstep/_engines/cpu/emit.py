@@ -130,8 +130,8 @@ class Emitter:
         return self._drawn[fours][word]
 
     def _alike(self, args: list[Any], like: ir.Type | None = None) -> list[ir.Value]:
-        """Arguments of one type: conditions as 0 or 1, constants as the others, single numbers in all lanes."""
-        values = [self._number(arg) for arg in args if not isinstance(arg, float)]
+        """Arguments of one type: constants as the others, single numbers in all lanes."""
+        values = [arg for arg in args if not isinstance(arg, float)]
         if not values:
             element = self.kind if like is None else of_elements(self.element, like)
             return [constant(element, arg) for arg in args]
@@ -151,10 +151,6 @@ class Emitter:
     def _truth(self, value: ir.Value) -> ir.Value:
         is_truth = element_of(value.type) == I1
         return value if is_truth else self.builder.fcmp_unordered("!=", value, constant(value.type, 0.0))
-
-    def _number(self, value: ir.Value) -> ir.Value:
-        is_truth = element_of(value.type) == I1
-        return self.builder.uitofp(value, of_elements(self.element, value.type)) if is_truth else value
 
     def _library(self, op: str, args: list[ir.Value]) -> ir.Value:
         kind = args[0].type

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Program, Sweep
-from ..._algorithm.step import GRAD
+from ..._algorithm.step import GRAD, PARAM
 from .. import FOUND, LIVE, SCALE, SKIP, SKIPPED, Amp, is_capturing, is_traced
 from .lists import Columns, Part, list_bytes, parts
 from .placed import pieces
 from .placed import run as run_piece
 from .resolve import Operation, Resolved
 from .scalars import HostInputs, OnDevice, Run, keep_on_host, known_columns, on_host
+from .words import filled
 
 NAME = "torch"
 BY_ADDRESS = False
@@ -283,7 +284,7 @@ def _run(resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clear
     of = dict(zip(resolved.order, values, strict=True))
 
     def result(x: Any) -> list[Any]:
-        return of[x] if isinstance(x, Operation) else [x] * len(part.rows)
+        return of[x] if isinstance(x, Operation) else x if isinstance(x, list) else [x] * len(part.rows)
 
     stored = {slot for slot, _ in resolved.stores}
     # an operation may have left new numbers in the memory of a slot
@@ -297,7 +298,12 @@ def _run(resolved: Resolved, part: Part, bucket: Any, skip: Tensor | None, clear
     if part.plain:
         resolved.is_in_place = not resolved.folds and all(new[i] is tensors[i] for i in new)
     # before anything is stored: what is summed may be what was loaded
-    folded = [_folded(kind, result(x), part.plain) for kind, x in resolved.folds]
+    folded = []
+    for kind, x in resolved.folds:
+        terms = result(x)
+        if not isinstance(x, Operation):
+            terms = [filled(_real(t), each, dtype) for t, each in zip(tensors[PARAM], terms, strict=True)]
+        folded.append(_folded(kind, terms, part.plain))
     for slot, numbers in new.items():
         if slot == GRAD and clears:
             # whether or not the step is taken, and though it may be expanded
@@ -329,7 +335,7 @@ def _store(tensors: list[Tensor], numbers: list[Any], skip: Tensor | None, plain
     for t, new in zip(tensors, numbers, strict=True):
         target = _real(t)
         if not isinstance(new, Tensor):
-            new = torch.full_like(target, new)
+            new = filled(target, new, target.dtype)
         target.copy_(new if skip is None else torch.where(skip, target, new))
         if t.is_conj() or t.is_neg():
             # written to a copy so far

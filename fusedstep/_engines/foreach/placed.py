@@ -19,7 +19,7 @@ from ..._algorithm.program import Program
 from ..._algorithm.step import GRAD
 from .. import FIRST_INDEX, POSITION, SEED
 from .resolve import Operation, Resolved
-from .words import on_tensors
+from .words import filled, on_tensors
 
 
 class Draws(NamedTuple):
@@ -80,10 +80,10 @@ class Piece(NamedTuple):
         """A matrix in a plane, unless the device knows that the step is skipped."""
         # gradients that are unscaled: autograd is not told, as by torch's fused optimizers
         target = self.tensors[place].data if place == GRAD else self.tensors[place]
-        if isinstance(new, Tensor):
+        if isinstance(new, Tensor) and new.dim():
             new = new.reshape(-1)[: target.numel()].view(target.shape).to(target.dtype)
         else:
-            new = torch.full_like(target, new)
+            new = filled(target, new, target.dtype)
         target.copy_(new if skip is None else torch.where(skip, target, new))
 
 
@@ -129,14 +129,18 @@ def run(
     of = dict(zip(resolved.order, values, strict=True))
 
     def result(x: Any) -> Any:
-        return of[x][0] if isinstance(x, Operation) else x
+        found = of[x] if isinstance(x, Operation) else x
+        return found[0] if isinstance(found, list) else found
 
-    like = piece.tensors[0]
     # before anything is stored: what is summed may be what was loaded
     folded = []
-    for kind, x in ((kind, result(x)) for kind, x in resolved.folds):
-        x = x.reshape(-1)[: piece.numel] if isinstance(x, Tensor) else torch.full_like(like, x, dtype=dtype)
-        folded.append(fold(kind, [x], plain=True))
+    for kind, x in resolved.folds:
+        found = result(x)
+        if isinstance(x, Operation):
+            found = found.reshape(-1)[: piece.numel]
+        else:
+            found = filled(piece.tensors[0], found, dtype)
+        folded.append(fold(kind, [found], plain=True))
     for place, x in resolved.stores:
         # gradients are cleared whether or not the step is taken
         piece.store(place, result(x), None if place == GRAD and clears else skip)

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from ..._algorithm.program import Sweep
-from .words import COMPARISONS, on_lists, on_numbers, on_tensors
+from ..._algorithm.value import COMPARISONS
+from .words import on_lists, on_numbers, on_tensors
 
 Lists = list[list[Tensor]]
+# what formats do with a number of each element
+_OF_ELEMENTS = ("bits", "number_bits", "block_largest")
 
 
 class Operation:
@@ -52,6 +55,9 @@ class Resolved:
         values += columns
         for op, args in sweep.code:
             found = [arg if isinstance(arg, float) else values[arg] for arg in args]
+            if op in _OF_ELEMENTS and not isinstance(found[0], Operation):
+                # it has turned out to be the same for all elements
+                found[0] = Operation("filled", [values[0], found[0]])
             values.append(_simplified(op, found, dtype))
         self._scalars = columns
         self.stores = [(slot, values[number]) for slot, number in sweep.stores]
@@ -142,7 +148,6 @@ def _simplified(op: str, args: list[Any], dtype: torch.dtype) -> Any:
         return Operation(op, args)
     if not any(isinstance(arg, Operation) for arg in args):
         return _of_scalars(op, args, dtype)
-    args = [float(arg) if isinstance(arg, bool) and op != "where" else arg for arg in args]
     if op == "where" and _is_number(args[0]):
         return args[1] if args[0] else args[2]
     if op == "mul" and any(_is_number(arg) and arg == 1.0 for arg in args):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+from ..._algorithm.value import COMPARISONS
 
 # a number
 
@@ -55,15 +55,8 @@ _NUMBERS: dict[str, Callable] = {
 
 
 def on_numbers(op: str, args: list[Any]) -> Any:
-    if op not in COMPARISONS and op != "where":
-        # conditions are numbers, 0 and 1
-        args = [np.float64(arg) if isinstance(arg, (bool, np.bool_)) else _as_floats(arg) for arg in args]
     with np.errstate(all="ignore"):
         return _NUMBERS[op](*args)
-
-
-def _as_floats(arg: Any) -> Any:
-    return arg.astype(np.float64) if isinstance(arg, np.ndarray) and arg.dtype == bool else arg
 
 
 def _on_number(op: str, args: list[Any]) -> float | bool:
@@ -144,10 +137,16 @@ _TENSORS: dict[str, Callable] = {
     "shift_right": lambda a, by: (a >> by) & ((1 << (32 - by)) - 1),
     "product_high": _as_tensors(_product_high),
     # what `resolve` finds in a program
+    "filled": lambda like, number: torch.zeros_like(like).add_(number),
     "lerp": torch.lerp,
     "addcmul": lambda c, a, b, factor: torch.addcmul(c, a, b, value=factor),
     "addcdiv": lambda c, a, b, factor: torch.addcdiv(c, a, b, value=factor),
 }
+
+
+def filled(like: Tensor, number: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of this one's shape with the same number everywhere."""
+    return torch.zeros_like(like, dtype=dtype).add_(number)
 
 
 def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> Any:
@@ -165,9 +164,6 @@ def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> Any:
         numbers = not isinstance(args[1], Tensor) and not isinstance(args[2], Tensor)
         if numbers and isinstance(args[0], Tensor):
             args = [args[0], torch.full((), args[1], dtype=dtype, device=like.device), args[2]]
-    elif op not in COMPARISONS:
-        args = [arg.to(dtype) if isinstance(arg, Tensor) and arg.dtype == torch.bool else arg for arg in args]
-        args = [float(arg) if isinstance(arg, bool) else arg for arg in args]
     return _TENSORS[op](*args)
 
 

@@ -77,12 +77,12 @@ class _Writer:
         self._kinds = [*kinds]
 
     def name(self, arg: int | float, like: int | float | None = None) -> str:
-        """A value, a condition as 0 or 1; a constant as a tensor of the kind and shape of `like`."""
+        """A value; a constant as a tensor of the kind and shape of `like`."""
         if isinstance(arg, float):
             at = self._names[like] if isinstance(like, int) else "x0"
             is_whole = isinstance(like, int) and self._kinds[like] == "i"
             return f"tl.full({at}.shape, {_literal(arg, is_whole)}, {'tl.int32' if is_whole else self._float})"
-        return f"{self._names[arg]}.to({self._float})" if self._kinds[arg] == "t" else self._names[arg]
+        return self._names[arg]
 
     def write(self, op: str, args: tuple[int | float, ...]) -> None:
         number = len(self._names)

@@ -17,7 +17,12 @@ def maximum(a, b):
 
 @triton.jit
 def power(base, exponent):
-    return tl.exp(exponent.to(tl.float64) * tl.log(base.to(tl.float64))).to(base.dtype)
+    """As C has it: of a negative base, only whole powers."""
+    b, e = base.to(tl.float64), exponent.to(tl.float64)
+    size = tl.exp(e * tl.log(tl.abs(b)))
+    is_whole, is_even = tl.floor(e) == e, tl.floor(e / 2) == e / 2
+    size = tl.where(b < 0, tl.where(is_whole, tl.where(is_even, size, -size), float("nan")), size)
+    return tl.where(e == 0, 1.0, tl.where(b == 1, 1.0, size)).to(base.dtype)
 
 
 @triton.jit
