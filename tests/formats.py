@@ -113,7 +113,10 @@ def drawn(seed, position, slot, step, shape, first=0):
     An element has two words at a step, of which two slots each take the halves in another order.
     """
     index = np.arange(first, first + int(np.prod(shape)), dtype=np.uint64)
-    start = philox((step, position + (slot // 4 << 24)), (seed & 0xFFFFFFFF) ^ (seed >> 32))
+    start = philox(
+        (step, position + (slot // 4 << 24)),
+        seed if seed < 1 << 32 else seed * 0x9E3779B97F4A7C15 >> 32 & 0xFFFFFFFF,
+    )
     word = philox((start[0] + index, start[1] + (index >> 32)), 0)[slot % 4 // 2]
     word = word >> 16 | word << 16 & 0xFFFFFFFF if slot % 2 else word
     return word.astype(np.uint32).reshape(shape)

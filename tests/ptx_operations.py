@@ -297,7 +297,9 @@ def atom(m: Any, kinds: tuple[str, ...], to: str, place: tuple[str, int], given:
     assert kinds[-2:] == ("add", "u64")
     values, places = m.memory(kinds[0], place, TYPES["u64"], 1)
     before = values[places]
-    np.add.at(values, places, m.get(given, "u64")[m.mask])
+    # several may be at one place
+    for at, number in zip(places, m.get(given, "u64")[m.mask], strict=True):
+        values[at] += number
     m.put_loaded(to, before)
 
 

@@ -1,5 +1,7 @@
 """rounding="stochastic": up or down at random, so that what is lost at a step is not lost on average."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -354,3 +356,10 @@ def test_a_first_step_is_counted_once_where_only_an_average_is_kept():
         p.grad = torch.randn_like(p)
         optimizer.step()
         assert optimizer.state[p]["step"].item() == i + 1
+
+
+def test_seeds_of_equal_halves_differ():
+    x = torch.randn(1000)
+    seeds = [0, 1, 2**32, 2**32 + 1, 5 << 32, (7 << 32) | 7, 2**63 - 1]
+    found = [rounded(x, torch.bfloat16, "cpu", seed) for seed in seeds]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))

@@ -58,6 +58,7 @@ RULES = {
     "a sum of the count": (lambda p, g, *, lr, numel: (p - lr * total(1 / numel) * g,), {}),
     "a sum of what is kept once": (lambda p, g, n, *, lr: (p - 0.01 * lr * tanh(total(n)) * g, n + 0.1), N),
     "a sum of a choice": (lambda p, g, *, lr: (p - 0.01 * total(where(lr > 0, lr, g)) * g,), {}),
+    "a choice of each tensor": (lambda p, g, n, *, lr: (p - lr * -where(n > 1.5, n, g), n + total(p > 0)), N),
     "the largest of an option": (lambda p, g, *, lr: (p - largest(-lr) * g,), {}),
     # states that begin as a number of their tensor
     "begun as a sum": (lambda p, g, m, *, lr, step: (p - lr * m, where(step == 1, total(g * g), m)), M),

@@ -97,7 +97,7 @@ def draw(slot: int):
 
 # what random bits are drawn from, in the order in which engines pass it: the table, the row and the element.
 # `index` counts the elements of the whole tensor, row by row
-DRAW_INPUTS = ("seed_low", "seed_high", "position", "step", "index_low", "index_high")
+DRAW_INPUTS = ("seed", "position", "step", "index_low", "index_high")
 # slots that share a draw
 DRAWN_TOGETHER = 4
 _MULTIPLIER, _KEY_STEP = 0xD256D193, 0x9E3779B9
@@ -120,14 +120,21 @@ def philox(counter: Any, key: Any) -> Any:
     return low, high
 
 
-def drawn(fours, seed_low, seed_high, position, step, index_low, index_high):
+def drawn(fours, seed, position, step, index_low, index_high):
     """A word for each of four slots, after `fours` such groups; see `DRAW_INPUTS`.
 
     A tensor begins at a random place of one long stream, another one at every step, and its elements follow.
     """
-    low, high = philox((step, position + (fours << 24)), xor(seed_low, seed_high))
+    low, high = philox((step, position + (fours << 24)), seed)
     low, high = philox((low + index_low, high + index_high), 0)
     return low, _turned(low), high, _turned(high)
+
+
+def short_seed(seed: int) -> int:
+    """The 32 bits that are drawn from for a seed. Longer seeds are mixed: the two halves of one that somebody
+    composed may be alike.
+    """
+    return seed if seed < 2**32 else (seed * 0x9E3779B97F4A7C15 & (2**64 - 1)) >> 32
 
 
 def _turned(a):

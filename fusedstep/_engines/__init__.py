@@ -93,6 +93,12 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device, non_blocking=device.type != "cpu")
 
 
+def sent(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for what the device has to do."""
+    # in pinned memory of its own, which is used again only when the copy is done
+    return to_device(t.pin_memory() if device.type == "cuda" else t, device)
+
+
 class Executable(Protocol):
     """A table's programs, compiled and bound to its memory."""
 

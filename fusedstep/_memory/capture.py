@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from .._engines import is_capturing
+from .._engines.objects import same
 from .shards import local
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Capture:
         rows = [row for table in plan.tables for row in table.rows if row.started]
         # detached tensors hold the memory, which must not be given to others
         self._kept = amp, [[t.detach() for t in row.local_tensors() if t is not None] for row in rows]
+        self._of_stages = _states_of_stages(plan)
         self._hooks = [
             p.register_post_accumulate_grad_hook(_watching(weakref.ref(self), local(p.grad).data_ptr()))
             for p in (row.param for row in rows)
@@ -64,7 +66,8 @@ class Capture:
                 "GradScaler; call optimizer.release_graph() first, and do not replay the graph any more"
             )
         cells = [table.host_cells for table in self.plan.tables]
-        if not self.plan.refresh(optimizer, spec) or not all(map(np.array_equal, cells, self._cells)):
+        is_there = self.plan.refresh(optimizer, spec) and same(_states_of_stages(self.plan), self._of_stages)
+        if not is_there or not all(map(np.array_equal, cells, self._cells)):
             raise RuntimeError(
                 "a CUDA graph has captured step(), and a parameter, gradient or state has moved since then; "
                 + _WHAT_TO_DO
@@ -79,6 +82,12 @@ class Capture:
     def release(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _states_of_stages(plan: Plan) -> list[Tensor]:
+    """What stages keep, which no table has addresses of."""
+    rows = (row for table in plan.tables if table.stages is not None for row in table.rows if row.started)
+    return [row.state[name] for row in rows for name in row.stage_states]
 
 
 def _watching(capture: weakref.ref, address: int) -> Callable[[Tensor], None]:

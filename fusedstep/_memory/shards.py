@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._engines import PLAIN_TYPES
+from .._engines import PLAIN_TYPES, sent
 from .ranks import Ranks, ReduceGroup
 
 _spec = attrgetter("_spec")
@@ -263,7 +263,7 @@ def reduce_groups(params: Sequence[Any], rows: Sequence[int], device: torch.devi
                 found.setdefault(_ranks(p, dim), []).append(row)
     everything = [*range(len(rows))]
     return [
-        ReduceGroup(ranks, None if members == everything else torch.tensor(members, device="cpu").to(device))
+        ReduceGroup(ranks, None if members == everything else sent(torch.tensor(members, device="cpu"), device))
         for ranks, members in found.items()
     ]
 

@@ -240,5 +240,6 @@ class Stages:
             stack.begin(live[id(bucket)])
         for _, stack in stacks:
             stack.work(self._replays, self._left)
+        skip = status[SKIP] != 0
         for bucket, stack in stacks:
-            stack.end(bucket, status[SKIP] != 0)
+            stack.end(bucket, skip)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 
+from .._algorithm.bits import short_seed
 from .._algorithm.program import Program, Scalars
 from .._algorithm.step import GRAD, PARAM
 from .._engines import (
@@ -109,7 +110,7 @@ class Table:
         self.host_cells[:, GROUP] = [row.group for row in ordered]
         self.host_cells[:, WHOLE_NUMEL] = [row.param.numel() * (1 + row.param.is_complex()) for row in ordered]
         self.host_cells[:, ROWS : COLUMNS + 1] = [*map(matrix_of, ordered)]
-        self.host_cells[:, SEED] = settings.seed
+        self.host_cells[:, SEED] = short_seed(settings.seed)
         self.host_cells[:, POSITION] = [row.position for row in ordered]
         self.host_cells[:, FIRST_INDEX] = [row.first_index for row in ordered]
         self.clip_ids = np.array([clip_ids[i] for i in order], np.int64)

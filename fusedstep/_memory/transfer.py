@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._engines import is_traced
+from .._engines import is_traced, sent
 
 
 def from_host(host: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -14,7 +14,8 @@ def from_host(host: np.ndarray, device: torch.device, dtype: torch.dtype | None 
     if is_traced():
         # made by an operation, so that the trace knows it
         return torch.tensor(host.tolist(), dtype=dtype, device=device)
-    return torch.from_numpy(host).to(device, dtype)
+    found = torch.from_numpy(host)
+    return sent(found if dtype is None else found.to(dtype), device)
 
 
 def upload(host: np.ndarray, device: Tensor) -> None:

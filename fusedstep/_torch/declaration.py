@@ -22,8 +22,6 @@ COMMON_ARGUMENTS = declared_arguments(Common, {})
 class Declaration(Common):
     """What a subclass declares, read when it is made."""
 
-    defaults: dict[str, Any]
-
     # the rule, or every rule that a group may have
     rule: ClassVar[Rule]
     rules: ClassVar[tuple[Rule, ...]]
@@ -128,10 +126,11 @@ class Declaration(Common):
         """An option of a group, which may leave out what is not its own."""
         if name in group:
             return group[name]
-        if name in self.defaults:
+        defaults: dict[str, Any] = vars(self)["defaults"]
+        if name in defaults:
             raise KeyError(
                 f"a group of {type(self).__name__} has no {name!r} any more; set it again, to "
-                f"{self.defaults[name]!r} for example"
+                f"{defaults[name]!r} for example"
             )
         return self.arguments[name].default
 

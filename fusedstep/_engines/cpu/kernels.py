@@ -274,7 +274,7 @@ class _DrawnFrom(NamedTuple):
 def _drawn_from(b: ir.IRBuilder, job: _Job, t: ir.Value, count: ir.Type) -> _DrawnFrom:
     seed, position, first = (job.load("rows", I64, t, column) for column in (SEED, POSITION, FIRST_INDEX))
     step = b.fptosi(job.load("steps", count, t), I32)
-    return _DrawnFrom((*_halves(b, seed), b.trunc(position, I32), step), first)
+    return _DrawnFrom((b.trunc(seed, I32), b.trunc(position, I32), step), first)
 
 
 def _halves(b: ir.IRBuilder, value: ir.Value) -> tuple[ir.Value, ir.Value]:

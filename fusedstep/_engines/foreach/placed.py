@@ -61,7 +61,7 @@ class Piece(NamedTuple):
         if fours not in self.draws.drawn:
             device = self.tensors[0].device
             index = torch.arange(self.first, self.first + -(-self.numel // BLOCK) * BLOCK, device=device)
-            known = (self.draws.seed, self.draws.seed >> 32, self.draws.position)
+            known = (self.draws.seed, self.draws.position)
             step, index = self.draws.step.to(torch.int32), index.view(-1, BLOCK)
             inputs = [*(_whole(number, device) for number in known), step]
             inputs += [index.to(torch.int32), (index >> 32).to(torch.int32)]

@@ -79,11 +79,16 @@ def _fma(a, b, c):
     return torch.addcmul(c, b, a) if isinstance(c, Tensor) and isinstance(b, Tensor) else a * b + c
 
 
+def filled(like: Tensor, number: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of this one's shape with the same number everywhere."""
+    return torch.zeros_like(like, dtype=dtype).add_(number)
+
+
 def _where(condition, a, b):
     if not isinstance(condition, Tensor):
+        chosen, other = (a, b) if condition else (b, a)
         # a copy: what is given may be overwritten
-        chosen = a if condition else b
-        return chosen.clone() if isinstance(chosen, Tensor) else chosen
+        return chosen.clone() if isinstance(chosen, Tensor) else filled(other, chosen, other.dtype)
     return torch.where(condition if condition.dtype == torch.bool else condition != 0, a, b)
 
 
@@ -142,11 +147,6 @@ _TENSORS: dict[str, Callable] = {
     "addcmul": lambda c, a, b, factor: torch.addcmul(c, a, b, value=factor),
     "addcdiv": lambda c, a, b, factor: torch.addcdiv(c, a, b, value=factor),
 }
-
-
-def filled(like: Tensor, number: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this one's shape with the same number everywhere."""
-    return torch.zeros_like(like, dtype=dtype).add_(number)
 
 
 def on_tensors(op: str, args: list[Any], dtype: torch.dtype) -> Any:

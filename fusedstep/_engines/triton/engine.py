@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..._algorithm.formats import Plane
 from ..._algorithm.program import Program, Scalars
-from .. import SIZES, Amp, chunk_starts, chunks, is_capturing
+from .. import SIZES, Amp, chunk_starts, chunks, is_capturing, sent
 from .prepare import INPUTS, fusedstep_prepare
 from .source import scalars_function, sweep_function
 from .sums import fusedstep_reduce
@@ -100,7 +100,7 @@ class Executable:
         numels = np.concatenate([bucket.numels for bucket in table.buckets])
         sizes = np.concatenate([np.full(len(bucket.rows), chunk(bucket.program)) for bucket in table.buckets])
         # the row of every chunk of the table, and its number within that
-        places = torch.from_numpy(np.stack(chunks(numels, sizes), 1).astype(np.int32)).to(table.device)
+        places = sent(torch.from_numpy(np.stack(chunks(numels, sizes), 1).astype(np.int32)), table.device)
         firsts = chunk_starts(numels, sizes)
         self._prepares: list[list[_Launch]] = []
         self._sweeps: list[list[_Launch]] = []
@@ -212,7 +212,7 @@ def _sweep(table: Any, k: int, run: Any, places: torch.Tensor, firsts: np.ndarra
         first_row, end_row = buckets[0].first_row, buckets[-1].end_row
         # views that begin at the first row of the run; the stride between sums is that of the whole table
         sums = table.sums[first_fold : first_fold + len(kinds), first_row:]
-        added = partials, torch.from_numpy(firsts[first_row:]).to(table.device), sums, len(table.rows)
+        added = partials, sent(torch.from_numpy(firsts[first_row:]), table.device), sums, len(table.rows)
         constants = {"MAXES": maxes, "BLOCK": _ADDED}
         yield _Launch(fusedstep_reduce, end_row - first_row, added, 0, constants, {"num_warps": _ADDING_WARPS})
 

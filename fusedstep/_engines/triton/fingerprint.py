@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import sent
 from .engine import on
 
 # words of 4 bytes that a program mixes at once, how many programs there are for a tensor, and their warps
@@ -22,10 +23,7 @@ def fingerprints(tensors: list[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     cells = np.array([(t.data_ptr(), t.numel() * t.itemsize // WORD) for t in tensors], np.int64)
-    placed = torch.from_numpy(cells)
-    if device.type == "cuda":
-        # the allocator of pinned memory knows when the copy is done
-        placed = placed.pin_memory().to(device, non_blocking=True)
+    placed = sent(torch.from_numpy(cells), device)
     found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     grid = len(tensors), min(_PROGRAMS, triton.cdiv(int(cells[:, 1].max()), _BLOCK)) or 1
     with on(device):

@@ -107,7 +107,7 @@ def _tiles(
         mask = None if numel is None else elements < numel
         draw_inputs = ()
         if DRAWS:
-            draw_inputs = drawn_from[:4] + _halves(laid_out_like(elements + drawn_from[4], x[0].to(tl.float32)))
+            draw_inputs = drawn_from[:3] + _halves(laid_out_like(elements + drawn_from[3], x[0].to(tl.float32)))
         x = RULE(mask, draw_inputs, *(x + s))
         for k in tl.static_range(STORES):
             o = _offsets(start + tile * BLOCK, BLOCK, SHARE, STORE_SHARES[k])
@@ -170,8 +170,8 @@ def fusedstep_sweep(
         s = s + (tl.load(scalars + t * SCALARS_WIDTH + COLUMNS[k]).to(COMPUTE),)
     drawn_from = ()
     if DRAWS:
-        position, step = tl.load(row + _POSITION).to(tl.int32), tl.load(steps + t).to(tl.int32)
-        drawn_from = _halves(tl.load(row + _SEED)) + (position, step, tl.load(row + _FIRST_INDEX))
+        seed, position = tl.load(row + _SEED).to(tl.int32), tl.load(row + _POSITION).to(tl.int32)
+        drawn_from = (seed, position, tl.load(steps + t).to(tl.int32), tl.load(row + _FIRST_INDEX))
     sums = ()
     for _ in tl.static_range(len(MAXES)):
         sums = sums + (tl.zeros([BLOCK] if SHARE == 1 else [BLOCK // SHARE, SHARE], COMPUTE),)
