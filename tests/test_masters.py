@@ -7,7 +7,7 @@ import torch
 
 import fusedstep
 from tests import formats
-from tests.cases import KINDS, by_name, name_of
+from tests.cases import FAMILY, KINDS, Case, by_name, name_of
 from tests.pairs import copies, same_bits, set_grads
 from tests.test_layouts import LAYOUTS
 
@@ -79,6 +79,16 @@ def train_beside_float32(case, engine, kept, dtype, steps, shapes=SHAPES, device
 @kinds
 def test_a_thousand_steps_are_those_of_float32_bit_by_bit(case, one_thread):
     train_beside_float32(case, "cpu", "split", torch.bfloat16, 1000)
+
+
+# schedule-free refuses masters: its parameters are made anew of two states at every step
+OTHERS = [row for row in FAMILY if not row[0].__name__.startswith("ScheduleFree")]
+
+
+@pytest.mark.parametrize(("engine", "steps"), [("cpu", 1000), ("torch", 50)])
+@pytest.mark.parametrize(("cls", "options"), OTHERS, ids=lambda value: getattr(value, "__name__", None))
+def test_so_are_those_of_the_family(cls, options, engine, steps, one_thread):
+    train_beside_float32(Case("", cls, cls, None, options), engine, "split", torch.bfloat16, steps)
 
 
 @exact_masters
