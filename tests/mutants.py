@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fusedstep import npu, optimizers
-from fusedstep._algorithm import language, program, step
+from fusedstep._algorithm import language, program, step, value
 from fusedstep._memory import needs
 from fusedstep.cli.combinations import FEATURES, Case, Place
 from fusedstep.cli.judging import complaints
@@ -45,9 +45,10 @@ def modules():
     of_optimizers = [name for _, name, _ in pkgutil.iter_modules(optimizers.__path__) if name != "checks"]
     yield from (importlib.import_module(f"{optimizers.__name__}.{name}") for name in of_optimizers)
     yield from (
-        importlib.import_module(f"{npu.__name__}.{name}") for name in ("_lamb", "_rmsprop", "_operator")
+        importlib.import_module(f"{npu.__name__}.{name}")
+        for name in ("_adamp", "_lamb", "_rmsprop", "_operator")
     )
-    yield from (step, language)
+    yield from (step, language, value)
 
 
 def _function(module, name):

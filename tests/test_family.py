@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fusedstep
+from fusedstep import npu
 from fusedstep.rules import abs, for_all, rule, total_over_all
 from tests import cases
 from tests.cases import FAMILY
@@ -73,6 +74,11 @@ def ours_of(case):
     return {**ALWAYS.get(reference, {}), **{NAMES.get(name, name): value for name, value in options.items()}}
 
 
+def class_of(case):
+    module, _, name = case["optimizer"].rpartition(".")
+    return getattr(npu if module else fusedstep, name)
+
+
 CASES = [case for case in RECORDED["cases"] if ours_of(case) is not None]
 
 
@@ -126,7 +132,7 @@ def test_a_hundred_steps_are_those_of_the_reference(case, engine, default_dtype)
         pytest.skip("the interpreter takes long")
     default_dtype(getattr(torch, case["default_dtype"]))
     params = [*start()]
-    optimizer = getattr(fusedstep, case["optimizer"])(params, engine=engine, **ours_of(case))
+    optimizer = class_of(case)(params, engine=engine, **ours_of(case))
     # some keep a number of each tensor in float32
     keeps = case["optimizer"] in ("NAdam", "ASGD", "NovoGrad") and case["default_dtype"] == "float32"
     for t in run(optimizer, params, 10 if engine == "triton" else 100, case["wave"]):
@@ -145,7 +151,7 @@ ONCE = [*{(case["optimizer"], case["wave"]): case for case in reversed(CASES)}.v
 def test_a_gpu_takes_the_steps_of_the_reference(case, default_dtype):
     default_dtype(getattr(torch, case["default_dtype"]))
     params = [torch.nn.Parameter(p.detach().cuda()) for p in start()]
-    optimizer = getattr(fusedstep, case["optimizer"])(params, **ours_of(case))
+    optimizer = class_of(case)(params, **ours_of(case))
     rate = optimizer.param_groups[0]["lr"]
     keeps = case["optimizer"] in ("NAdam", "ASGD", "NovoGrad") and case["default_dtype"] == "float32"
     for t in range(1, 101):

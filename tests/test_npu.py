@@ -26,6 +26,7 @@ OPTIONS = {
     "NpuFusedAdadelta": {"lr": 0.5, "eps": 1e-3, "weight_decay": 0.1},
     "NpuFusedRMSprop": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
     "NpuFusedRMSpropTF": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
+    "NpuFusedAdamP": {"lr": 0.01, "weight_decay": 0.1, "delta": 1.0, "nesterov": True},
 }
 STATES = {
     "NpuFusedSGD": {"momentum_buffer"},
@@ -36,6 +37,7 @@ STATES = {
     "NpuFusedAdadelta": {"step", "square_avg", "acc_delta"},
     "NpuFusedRMSprop": {"step", "square_avg", "momentum_buffer"},
     "NpuFusedRMSpropTF": {"step", "square_avg", "momentum_buffer"},
+    "NpuFusedAdamP": {"step", "exp_avg", "exp_avg_sq"},
 }
 classes = pytest.mark.parametrize("name", OPTIONS)
 
@@ -153,6 +155,24 @@ class Exact:
         s["momentum_buffer"] = r(r(o["momentum"] * s.get("momentum_buffer", zero)) + inside * u)
         return r(p - outside * s["momentum_buffer"])
 
+    def NpuFusedAdamP(self, p, g, s):
+        o, r = self.o, self.r
+        (beta1, beta2), eps = o["betas"], o["eps"]
+        m, v = self.moments(p, g, s, beta1, beta2)
+        u = r(beta1 * m + (1 - beta1) * g) if o["nesterov"] else m
+        u = r(u / r(r(v.sqrt()) / math.sqrt(1 - beta2 ** s["t"]) + eps))
+        keep = 1.0
+        for view in ((len(p), -1), (1, -1)) if p.dim() > 1 else ():
+            x, y, z = p.reshape(view), g.reshape(view), u.reshape(view)
+            length = x.norm(dim=1) + eps
+            cos = (x * y).sum(1).abs() / (y.norm(dim=1) + eps) / length
+            if cos.max() < o["delta"] / math.sqrt(x.shape[1]):
+                n = x / length[:, None]
+                u, keep = r(z - n * (n * z).sum(1, keepdim=True)).view_as(p), o["wd_ratio"]
+                break
+        p = r(p * (1 - o["lr"] * o["weight_decay"] * keep))
+        return r(p - o["lr"] / (1 - beta1 ** s["t"]) * u)
+
     def factor(self, s):
         total, w = self.o["t_total"], self.o["warmup"]
         if total == -1:
@@ -227,7 +247,7 @@ def describe(case):
 def test_there_are_31_recorded_runs_of_every_class():
     assert len(GOLDENS) == 31
     # of the others there are none here
-    others = {"NpuFusedAdadelta", "NpuFusedRMSprop", "NpuFusedRMSpropTF"}
+    others = {"NpuFusedAdadelta", "NpuFusedRMSprop", "NpuFusedRMSpropTF", "NpuFusedAdamP"}
     assert {case["cls"] for case in GOLDENS} == OPTIONS.keys() - others
 
 
@@ -571,6 +591,8 @@ SIGNATURES = {
     "use_global_grad_norm=False",
     "NpuFusedBertAdam": "params, lr=0.001, warmup=-1, t_total=-1, schedule='warmup_linear', b1=0.9, b2=0.999, "
     "e=1e-06, weight_decay=0.01, max_grad_norm=1.0",
+    "NpuFusedAdamP": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0, delta=0.1, "
+    "wd_ratio=0.1, nesterov=False",
     "npu_apply_fused_adamw_v2": "var, grad, m, v, max_grad_norm, step, lr=0.001, beta1=0.9, beta2=0.999, "
     "weight_decay=0.0, eps=1e-08, amsgrad=False, maximize=False",
 }
@@ -598,6 +620,7 @@ ERRORS = {
     "NpuFusedAdam": [*ADAM_ERRORS, {"weight_decay": -0.1}],
     "NpuFusedAdamW": [*ADAM_ERRORS, {"weight_decay": -0.1}],
     "NpuFusedLamb": ADAM_ERRORS,
+    "NpuFusedAdamP": [*ADAM_ERRORS, {"weight_decay": -0.1}, {"delta": -0.1}, {"wd_ratio": -0.1}],
     "NpuFusedBertAdam": [
         *(
             {"lr": -1.0},

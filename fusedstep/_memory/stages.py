@@ -86,10 +86,12 @@ def give_workspaces(tables: Sequence[Any], settings: Settings) -> None:
     """Give tables their workspaces: those of a device take turns, and share one large enough for each."""
     for device in {table.device for table in tables}:
         here = [table for table in tables if table.device == device]
-        size = max(_needed_memory(table.buckets) for table in here)
-        if size:
+        staged = [table for table in here if any(bucket.program.stages for bucket in table.buckets)]
+        if staged:
+            # nothing, if all tensors are empty
+            size = max(_needed_memory(table.buckets) for table in staged)
             memory, replays = torch.empty(size, dtype=torch.uint8, device=device), Replays(device)
-            for table in here:
+            for table in staged:
                 table.stages = Stages(table.buckets, memory, replays, settings)
 
 

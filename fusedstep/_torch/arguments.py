@@ -39,6 +39,7 @@ class Argument(NamedTuple):
     # in a group only if it is not the default
     is_extra: bool = False
     scalars: tuple[str, ...] = ()
+    annotation: Any = inspect.Parameter.empty
 
 
 def keyword(*, default: Any, kw_only: Literal[True], scalar: str = "") -> Any:
@@ -113,7 +114,8 @@ def declared_arguments(cls: type, inherited: dict[str, Argument]) -> dict[str, A
         value = vars(cls)[name]
         own = value if isinstance(value, Argument) else Argument(value)
         old = inherited.get(name)
-        own = own._replace(scalars=own.scalars or (old.scalars if old else ()) or (name,))
+        scalars = own.scalars or (old.scalars if old else ()) or (name,)
+        own = own._replace(scalars=scalars, annotation=annotation)
         if old is None or old.kw_only != own.kw_only:
             arguments.pop(name, None)
         arguments[name] = own
@@ -127,11 +129,12 @@ def signature_of(arguments: dict[str, Argument], common: dict[str, Argument]) ->
             name,
             inspect.Parameter.KEYWORD_ONLY if a.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=a.default,
+            annotation=a.annotation,
         )
         for name, a in arguments.items()
         if not a.fixed and not a.is_entry
     }
-    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="ParamsT")
     order = sorted(made, key=lambda name: (made[name].kind, arguments[name].kw_only and name in common))
     return inspect.Signature([first, *(made[name] for name in order)])
 

@@ -261,6 +261,6 @@ def _constructor(cls: type[Declaration]) -> Callable:
         inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
         *signature.parameters.values(),
     ]
-    __init__.__signature__ = inspect.Signature(with_self)  # type: ignore[attr-defined]
+    __init__.__signature__ = inspect.Signature(with_self, return_annotation="None")  # type: ignore[attr-defined]
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     return __init__

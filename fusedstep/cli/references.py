@@ -586,6 +586,27 @@ class NpuFusedRMSpropTF(Reference):
         return p - outside * s["momentum_buffer"]
 
 
+class NpuFusedAdamP(Reference):
+    """Heo et al. 2021: what of the update lies along rows, or along the whole tensor, is taken off."""
+
+    options: ClassVar = {**_ADAM, "delta": 0.1, "wd_ratio": 0.1, "nesterov": False}
+
+    def update(self, p, g, s, t, o):
+        (beta1, beta2), keep = o["betas"], 1.0
+        m, v = averaged(s, g, beta1, beta2)
+        u = beta1 * m + (1 - beta1) * g if o["nesterov"] else m
+        u = u / ((v / (1 - beta2**t)).sqrt() + o["eps"])
+        for rows in (len(p), 1) if p.dim() > 1 and p.numel() else ():
+            x, y, z = (tensor.reshape(rows, -1) for tensor in (p, g, u))
+            of_p, of_g = (torch.linalg.vector_norm(each, dim=1, keepdim=True) + o["eps"] for each in (x, y))
+            cos = (x * y).sum(1, keepdim=True) / of_p / of_g
+            if largest(cos) < o["delta"] / math.sqrt(x.shape[1]):
+                u = (z - x / of_p * (x / of_p * z).sum(1, keepdim=True)).view_as(p)
+                keep = o["wd_ratio"]
+                break
+        return (1 - o["lr"] * o["weight_decay"] * keep) * p - o["lr"] / (1 - beta1**t) * u
+
+
 class EmaAdamW(Reference):
     """MindSpeed's npu_apply_fused_ema_adamw: decay in the update (mode 1) or the gradient, and an average."""
 

@@ -191,6 +191,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"lr": 0.05, "alpha": 0.8, "eps": 0.3, "centered": True},
         {"lr": 0.05, "alpha": 0.8, "eps": 0.3, "centered": True, "momentum": 0.7, "lr_in_momentum": False},
     ),
+    "npu.NpuFusedAdamP": (
+        # at some steps rows are projected, at others all, or nothing; no cosine is near its threshold
+        {"lr": 0.03, "weight_decay": 0.3, "eps": 0.02, "betas": (0.7, 0.9), "delta": 0.84},
+        {"eps": 0.02, "lr": 0.05, "weight_decay": 0.3, "delta": 20.0, "wd_ratio": 0.4, "nesterov": True},
+    ),
     # their scalars are float32, in which 1 - 0.999 is inexact
     "functional.adamw_": (
         {"lr": 0.05, "weight_decay": 0.3, "eps": 0.1, "betas": (0.7, 0.9)},

@@ -1,9 +1,8 @@
 """Ascend's fused optimizers, by their names and with their results, on any device.
 
-The classes of `torch_npu.optim` except AdamP, which needs sums over rows, and MindSpeed's
-`npu_apply_fused_adamw_v2` and `npu_apply_fused_ema_adamw`: the same signatures, defaults, exceptions, states
-and, in float32, the same results. `python -m fusedstep.npu script.py` runs a script that is written for them.
-What differs from upstream, for all of them:
+The classes of `torch_npu.optim`, and MindSpeed's `npu_apply_fused_adamw_v2` and `npu_apply_fused_ema_adamw`:
+the same signatures, defaults, exceptions, states and, in float32, the same results. `python -m fusedstep.npu
+script.py` runs a script that is written for them. What differs from upstream, for all of them:
 
     memory     parameters, gradients and states may move, vanish, come back, be loaded, pickled or replaced
                between two steps. Upstream flattens them once and goes on stepping the old memory
@@ -15,6 +14,7 @@ What differs from upstream, for all of them:
 Two more arguments, by keyword only: `state_dtype` and `engine`, see `fusedstep.optimizers`.
 """
 
+from ._adamp import NpuFusedAdamP
 from ._lamb import NpuFusedLamb
 from ._operator import npu_apply_fused_adamw_v2, npu_apply_fused_ema_adamw
 from ._optimizers import NesterovError, NpuFusedAdam, NpuFusedAdamW, NpuFusedBertAdam, NpuFusedSGD
@@ -24,6 +24,7 @@ __all__ = [
     "NesterovError",
     "NpuFusedAdadelta",
     "NpuFusedAdam",
+    "NpuFusedAdamP",
     "NpuFusedAdamW",
     "NpuFusedBertAdam",
     "NpuFusedLamb",

@@ -7,7 +7,7 @@ packages below has to be installed to run them.  To write it again, make a
 virtual environment with
 
     torch 2.13.0 (CPU), timm 1.0.30 (without its dependencies), pytorch_optimizer 4.1.0,
-    schedulefree 1.4.1, prodigyopt 1.1.2, lion-pytorch 0.2.5, torch-optimi 0.3.3,
+    schedulefree 1.4.1, prodigyopt 1.1.2, lion-pytorch 0.2.5, torch-optimi 0.3.3, adamp 0.3.0,
     packaging (torch-optimi needs it), pytorch-pretrained-bert 0.6.2 (without its dependencies)
 
 and, for ADOPT, put the folder src of the repository iShohei220/adopt (commit
@@ -172,6 +172,7 @@ REFERENCES = {
     "schedulefree.AdamWScheduleFree": ("schedulefree", "AdamWScheduleFree", "schedulefree"),
     "schedulefree.SGDScheduleFree": ("schedulefree", "SGDScheduleFree", "schedulefree"),
     "prodigyopt.Prodigy": ("prodigyopt", "Prodigy", "prodigyopt"),
+    "adamp.AdamP": ("adamp", "AdamP", "adamp"),
     "pytorch_pretrained_bert.BertAdam": (
         "pytorch_pretrained_bert.optimization",
         "BertAdam",
@@ -185,6 +186,7 @@ PLAIN = {
     "timm.optim.Lars",
     "timm.optim.NvNovoGrad",
     "prodigyopt.Prodigy",
+    "adamp.AdamP",
     "timm.optim.Lamb",
     "pytorch_pretrained_bert.BertAdam",
 }
@@ -449,6 +451,19 @@ def cases():
     yield name, reference, {"lr": 0.01, "warmup": 0.2, "t_total": 80, "schedule": "warmup_constant"}
     yield name, reference, {"lr": 0.01, "b1": 0.8, "b2": 0.95, "e": 1e-3, "weight_decay": 0.1}
     yield name, reference, {"lr": 0.01, "max_grad_norm": -1, "weight_decay": 0.1}
+
+    name, reference = "npu.NpuFusedAdamP", "adamp.AdamP"
+    yield name, reference, {}
+    yield name, reference, {"lr": 0.01, "weight_decay": 0.1}
+    # by rows, by the whole tensor and not at all
+    yield name, reference, {"lr": 0.01, "weight_decay": 0.1, "delta": 1.0}
+    yield name, reference, {"lr": 0.01, "weight_decay": 0.1, "delta": 1.5, "nesterov": True}
+    yield (
+        name,
+        reference,
+        {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.5, "delta": 2.5, "wd_ratio": 0.5},
+    )
+    yield name, reference, {"lr": 0.01, "weight_decay": 0.1, "delta": 1.5}, WAVE
 
 
 def load(reference):

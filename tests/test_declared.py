@@ -1,0 +1,75 @@
+"""What classes declare, and what groups then have."""
+
+import inspect
+
+import pytest
+import torch
+
+import fusedstep
+from fusedstep.rules import rule
+
+
+def test_a_constructor_says_what_its_arguments_are():
+    found = inspect.signature(fusedstep.AdamW)
+    said = {name: a.annotation for name, a in found.parameters.items()}
+    assert (said["params"], said["lr"], said["amsgrad"]) == ("ParamsT", "float | Tensor", "bool")
+    assert said["state_dtype"].startswith("torch.dtype | str")
+    assert found.return_annotation == "None"
+
+
+def test_an_option_that_was_deleted_from_a_group_is_missed():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = fusedstep.AdamW([p], lr=0.5)
+    p.grad = torch.ones(2)
+    del optimizer.param_groups[0]["lr"]
+    with pytest.raises(KeyError, match="has no 'lr' any more"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+
+
+def test_a_default_that_is_no_number_says_so():
+    @rule()
+    def plain(p, g, *, beta):
+        return (p - beta * g,)
+
+    for default in (None, [0.9], "0.9"):
+        with pytest.raises(TypeError, match=r"beta is by default .*use a number"):
+            type(
+                "Wrong",
+                (fusedstep.Optimizer,),
+                {"rule": plain, "__annotations__": {"beta": "float"}, "beta": default},
+            )
+
+    @rule()
+    def two(p, g, *, beta1, beta2):
+        return (p - beta1 * beta2 * g,)
+
+    with pytest.raises(
+        TypeError, match=r"write `betas: tuple = pair\('beta1', 'beta2', default=\(0.9, 0.99\)\)`"
+    ):
+        type(
+            "Wrong",
+            (fusedstep.Optimizer,),
+            {"rule": two, "__annotations__": {"betas": "tuple"}, "betas": (0.9, 0.99)},
+        )
+
+
+def test_a_group_refines_the_states_of_all():
+    p = torch.nn.Parameter(torch.ones(64, 64).bfloat16())
+    groups = [{"params": [p], "state_dtype": {"exp_avg": "int8"}}]
+    optimizer = fusedstep.AdamW(groups, state_dtype="float32")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
+    assert optimizer.state[p]["exp_avg_codes"].dtype == torch.int8
+    assert all("state_dtype" not in group for group in optimizer.state_dict()["param_groups"])
+
+
+def test_masters_are_not_expanded_while_parameters_are_averages():
+    p = torch.nn.Parameter(torch.ones(64, 64).bfloat16())
+    optimizer = fusedstep.AdamW([p], master="split", ema_decay=0.9)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with optimizer.ema_parameters(), pytest.raises(RuntimeError, match="expanded_state_dict"):
+        optimizer.expanded_state_dict()
