@@ -18,4 +18,4 @@ from .rules import Optimizer
 
 __all__ = ["GradScaler", "Optimizer", "by_name", "check_rule", "functional", "muon_groups", "release_gradients"]
 __all__ += optimizers.__all__
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

@@ -192,12 +192,8 @@ def test_batches_heads_and_sections_are_what_single_matrices_are(engine):
     rows = g.reshape(48, 5)
     torch.testing.assert_close(stepped(rows, num_heads=6), singles.view(48, 5))
     torch.testing.assert_close(stepped(rows, split_sizes=(8,) * 6), singles.view(48, 5))
-    parts = rows.split((16, 32))
-    apart = torch.cat(
-        [stepped(part, adjust_lr_fn="spectral_unclamped") / (len(part) / 5) ** 0.5 for part in parts]
-    )
-    together = stepped(rows, split_sizes=(16, 32), adjust_lr_fn="spectral_unclamped") / (32 / 5) ** 0.5
-    torch.testing.assert_close(together, apart)
+    apart = torch.cat([stepped(part) for part in rows.split((16, 32))])
+    torch.testing.assert_close(stepped(rows, split_sizes=(16, 32)), apart)
     convolution = g.view(6, 4, 2, 5)
     flat = stepped(convolution.flatten(1)).view(6, 4, 2, 5)
     torch.testing.assert_close(stepped(convolution, flatten=True), flat)
@@ -341,6 +337,117 @@ def test_errors_are_torchs_and_say_what_to_do():
     with pytest.raises(ValueError, match="num_heads=2 does not divide the 3 rows"):
         optimizer.step()
     assert torch.equal(p, torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("name", ["foo", "", ["x"], ("original",), 3], ids=repr)
+def test_a_rate_of_no_known_name_is_refused_by_a_constructor_and_by_a_group(name):
+    p = nn.Parameter(torch.zeros(3, 3))
+    message = r"Adjust learning rate function .* is not supported; use one of \('original'"
+    for wrong in (
+        {"params": [p], "adjust_lr_fn": name},
+        {"params": [p], "use_muon": False, "adjust_lr_fn": name},
+    ):
+        with pytest.raises(ValueError, match=message):
+            fusedstep.Muon([wrong])
+    with pytest.raises(ValueError, match=r"Adjust learning rate function .* is not supported"):
+        torch.optim.Muon([p], adjust_lr_fn=name)
+    with pytest.raises(ValueError, match=message):
+        fusedstep.Muon([p], adjust_lr_fn=name)
+    optimizer = fusedstep.Muon([p])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 3))], "adjust_lr_fn": name})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"split_sizes": 4}, r"Invalid split_sizes: 4; use whole numbers from 1 on, such as \(4, 2, 2\)"),
+        ({"split_sizes": ()}, r"Invalid split_sizes: \(\)"),
+        ({"split_sizes": "44"}, "Invalid split_sizes: '44'"),
+        ({"split_sizes": (True, 2)}, r"Invalid split_sizes: \(True, 2\)"),
+        ({"split_sizes": torch.tensor(3)}, r"Invalid split_sizes: tensor\(3\)"),
+        ({"num_heads": True}, "Invalid num_heads: True; use a whole number from 1 on"),
+        ({"num_heads": 2.0}, "Invalid num_heads: 2.0"),
+        ({"normalize_rows": False}, "Invalid normalize_rows: False; use a number from 0 to below 1, or None"),
+        ({"normalize_rows": "0.9"}, "Invalid normalize_rows: '0.9'|was given normalize_rows='0.9'"),
+    ],
+    ids=str,
+)
+def test_blocks_that_are_no_numbers_are_refused_by_a_constructor_and_by_a_group(wrong, message):
+    p = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match=message):
+        fusedstep.Muon([p], **wrong)
+    optimizer = fusedstep.Muon([p])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 3))], **wrong})
+    assert len(optimizer.param_groups) == 1
+
+
+SCHEDULES = {
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8),
+    "CyclicLR": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+}
+schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+@schedules
+@pytest.mark.parametrize("more", [{}, {"betas": (0.5, 0.6)}], ids=str)
+def test_schedules_that_cycle_momentum_cycle_that_of_muon_as_torchs(schedule, more):
+    params, grads = data(SHAPES, 6)
+    ours, theirs = [nn.Parameter(p.clone()) for p in params], [nn.Parameter(p.clone()) for p in params]
+    one, other = fusedstep.Muon(ours, **more), torch.optim.Muon(theirs)
+    assert "betas" not in one.defaults
+    assert {*one.defaults} - {"maximize"} == {*other.defaults}
+    cycles = schedule(one), schedule(other)
+    found = []
+    for step in grads:
+        for p, q, g in zip(ours, theirs, step, strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        for each in (one, other, *cycles):
+            each.step()
+        (group,), (its) = one.param_groups, other.param_groups[0]
+        assert {k: group[k] for k in its if k != "params"} == {k: its[k] for k in its if k != "params"}
+        found.append(group["momentum"])
+    assert len({*found}) > 2
+    # torch's in bfloat16
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0.02, atol=0.02)
+
+
+@schedules
+def test_schedules_that_cycle_momentum_leave_the_betas_of_adamw_beside_it(schedule):
+    net = Net()
+    optimizer = fusedstep.Muon(fusedstep.muon_groups(net, adamw={"betas": (0.7, 0.8)}))
+    cycle = schedule(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        cycle.step()
+    assert {g["betas"] for g in optimizer.param_groups if not g["use_muon"]} == {(0.7, 0.8)}
+    assert all("betas" not in g and g["momentum"] != 0.95 for g in optimizer.param_groups if g["use_muon"])
+
+
+@pytest.mark.parametrize("copied", [lambda o: o, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_the_betas_of_a_constructor_are_those_of_groups_that_adamw_steps(copied):
+    p, q, r = (nn.Parameter(torch.ones(2, 2)) for _ in range(3))
+    optimizer = fusedstep.Muon([{"params": [p]}, {"params": [q], "use_muon": False}], betas=[0.5, 0.25])
+    assert [group.get("betas") for group in optimizer.param_groups] == [None, (0.5, 0.25)]
+    optimizer = copied(optimizer)
+    optimizer.add_param_group({"params": [r], "use_muon": False})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "use_muon": False, "betas": (0.0, 0.1)})
+    assert [group.get("betas") for group in optimizer.param_groups] == [
+        None,
+        (0.5, 0.25),
+        (0.5, 0.25),
+        (0.0, 0.1),
+    ]
+    plain = fusedstep.Muon([nn.Parameter(torch.ones(2))], use_muon=False)
+    assert plain.param_groups[0]["betas"] == (0.9, 0.95)
+    for wrong in ({"betas": (0.5, 1.0)}, {"betas": (0.5,)}):
+        with pytest.raises(ValueError, match="Invalid beta"):
+            fusedstep.Muon([p], **wrong)
+        with pytest.raises(ValueError, match="Invalid beta"):
+            fusedstep.Muon([{"params": [p], "use_muon": False, **wrong}])
 
 
 class Net(nn.Module):
@@ -782,6 +889,20 @@ def test_the_gram_form_is_more_precise_in_16_bits_than_torchs(kind, steps):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("steps", [1, 4, 5])
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)], ids=str)
+def test_a_factor_of_a_section_costs_no_bits_in_16_bits(shape, steps):
+    x, coefficients = torch.randn(2, *shape).bfloat16(), KELLER[:1] * steps
+    # sections of larger matrices, too, which are not contiguous
+    for size in (shape[0], 3 * shape[0]):
+        one, other = torch.empty(2, size, shape[1]).half(), torch.empty(2, size, shape[1]).half()
+        newton_schulz.orthogonalize(x, one[:, : shape[0]], coefficients, 1e-7)
+        newton_schulz.orthogonalize(x, other[:, : shape[0]], coefficients, 1e-7, 100.0)
+        found, right = other[:, : shape[0]].double(), 100 * one[:, : shape[0]].double()
+        torch.testing.assert_close(found, right, rtol=2**-10, atol=1e-3)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("others", [0.1, 0.03, 0.0207, 0.0169, 0.01, 0.003])
 @pytest.mark.parametrize(("name", "steps"), [("keller", 5), ("polar_express", 5), ("polar_express", 8)])
 def test_one_direction_that_all_rows_share_is_no_trouble_in_16_bits(name, steps, others):
@@ -920,9 +1041,13 @@ def torchs_orthogonal(x, coefficients):
 
 
 def test_the_program_of_a_rule_tells_its_stages():
-    first, *_ = fusedstep.Muon.rules
-    assert first.stages == (NewtonSchulz(),)
-    assert fusedstep.Muon.rules[1].stages == ()
+    first, second = fusedstep.Muon.rules
+    (stage,) = first.stages
+    assert stage == NewtonSchulz(rate=stage.rate)
+    assert second.stages == ()
+    # what a group has that says nothing else
+    optimizer = fusedstep.Muon([nn.Parameter(torch.ones(2, 2))])
+    assert optimizer.rule_of(optimizer.param_groups[0]) is first
 
 
 @pytest.mark.parametrize("fits", [0, 1, 2, 5, 12, 13])

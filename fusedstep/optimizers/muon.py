@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -80,12 +81,12 @@ class Muon(Optimizer):
             root of rows / columns. None: "original"
         flatten: True: all dimensions but the first are columns, as for a convolution; False: tensors are
             batches of matrices. None: batches, and more than three dimensions raise
-        num_heads: orthogonalise this many blocks of rows separately, as for a projection of several heads
-        split_sizes: orthogonalise blocks of these sizes separately, as for queries, keys and values together
+        num_heads: step this many blocks of rows as separate matrices, as for a projection of several heads
+        split_sizes: step blocks of these sizes as separate matrices, as for queries, keys and values together
         normalize_rows: divide each row by the root of its mean square, averaged over steps with this decay,
             0.95 for example (Li et al., NorMuon, 2025). None: do not
         cautious_decay: decay only elements that the update does not make larger
-        use_muon: False in groups that AdamW steps, with `betas`
+        use_muon: False in groups that AdamW steps, which alone have `betas`
         workspace_bytes: memory for orthogonalising, on every device
         divide_among: a process group of ranks with the same parameters and gradients, as with DDP, each of
             which then orthogonalises some of the matrices. DTensors cut along dimension 0, as FSDP2's, are
@@ -123,10 +124,16 @@ class Muon(Optimizer):
     workspace_bytes: int = for_all(default=2 << 30, kw_only=True)
     divide_among: Any = for_all(default=None, kw_only=True)
 
-    rules: ClassVar = (muon(NewtonSchulz(), True, "original", False), adamw_beside)
+    rules: ClassVar = (
+        muon(NewtonSchulz(rate=_ADJUSTMENTS["original"]), True, "original", False),
+        adamw_beside,
+    )
+
+    # of groups that AdamW steps and that have none
+    _betas = (0.9, 0.95)
 
     def check_arguments(self, arguments: dict[str, Any]) -> None:
-        lr, adjust = arguments["lr"], arguments["adjust_lr_fn"]
+        lr = arguments["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         if not lr >= 0.0:
@@ -135,27 +142,35 @@ class Muon(Optimizer):
             raise ValueError(f"momentum should be >= 0 but is: {arguments['momentum']}")
         if not arguments["weight_decay"] >= 0.0:
             raise ValueError(f"weight decay should be >= 0 but is: {arguments['weight_decay']}")
-        if adjust is not None and adjust not in _ADJUSTMENTS:
-            raise ValueError(f"Adjust learning rate function {adjust} is not supported")
+        _check_adjustment(arguments["adjust_lr_fn"])
         room = arguments["workspace_bytes"]
         if not isinstance(room, int) or room < 0:
             raise ValueError(f"Invalid workspace_bytes: {room!r}; use a number of bytes, such as 2 << 30")
 
     def check(self, options: dict[str, Any]) -> None:
-        check_betas(options["betas"])
+        check_betas(self.option(options, "betas"))
+        _check_adjustment(options["adjust_lr_fn"])
         heads, sizes, keep = (options.get(name) for name in ("num_heads", "split_sizes", "normalize_rows"))
-        if heads is not None and (not isinstance(heads, int) or heads < 1):
+        is_count = lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if heads is not None and not is_count(heads):
             raise ValueError(f"Invalid num_heads: {heads!r}; use a whole number from 1 on, or None")
-        if sizes is not None and not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ValueError(f"Invalid split_sizes: {sizes!r}; use whole numbers from 1 on, or None")
+        if sizes is not None and not (isinstance(sizes, Sequence) and sizes and all(map(is_count, sizes))):
+            raise ValueError(
+                f"Invalid split_sizes: {sizes!r}; use whole numbers from 1 on, such as (4, 2, 2), or None"
+            )
         if heads is not None and sizes is not None:
             raise ValueError("num_heads and split_sizes both say how rows are cut; use one of them")
-        if keep is not None and not (isinstance(keep, (int, float)) and 0 <= keep < 1):
+        is_number = isinstance(keep, (int, float)) and not isinstance(keep, bool)
+        if keep is not None and not (is_number and 0 <= keep < 1):
             raise ValueError(f"Invalid normalize_rows: {keep!r}; use a number from 0 to below 1, or None")
         check_not_negative(options, "eps")
         self.rule_of(options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # torch's schedulers that cycle momentum cycle betas instead, in all groups, if the defaults have them
+        self._betas = self.defaults.pop("betas", self._betas)
+        if isinstance(param_group, dict) and not self.option({**self.defaults, **param_group}, "use_muon"):
+            param_group.setdefault("betas", self._betas)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for p in group["params"] if self.option(group, "use_muon") else ():
@@ -167,20 +182,41 @@ class Muon(Optimizer):
                     f"Muon only supports 2D parameters whereas we found a parameter with size: {p.size()}; "
                     "give vectors to a group with use_muon=False, convolutions to one with flatten=True"
                 )
+            cuts = [each for each in getattr(p, "placements", ()) if not each.is_replicate()]
+            is_whole = p.dim() > 2 and not self.option(group, "flatten")
+            if len(cuts) > 1 and self.option(group, "normalize_rows") is not None and not is_whole:
+                # sums of rows would be those of the ranks of one dimension alone
+                self.param_groups.pop()
+                raise ValueError(
+                    f"normalize_rows needs sums over all rows, and found a parameter cut as {p.placements}; "
+                    "shard along dimension 0 over one dimension of the mesh, or use normalize_rows=None"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_betas": self._betas}
 
     def rule_of(self, group: dict[str, Any]) -> Rule:
         if not self.option(group, "use_muon"):
             return adamw_beside
+        adjust = group["adjust_lr_fn"] or "original"
         stage = NewtonSchulz(
             coefficients=_coefficients(group["ns_coefficients"], group["ns_steps"]),
             eps=float(group["eps"]),
             flatten=bool(self.option(group, "flatten")),
             heads=self.option(group, "num_heads") or 1,
             sections=tuple(self.option(group, "split_sizes") or ()),
+            rate=_ADJUSTMENTS[adjust],
             row_decay=self.option(group, "normalize_rows"),
         )
-        adjust = group["adjust_lr_fn"] or "original"
         return muon(stage, bool(group["nesterov"]), adjust, bool(self.option(group, "cautious_decay")))
+
+
+def _check_adjustment(given: Any) -> None:
+    if given is not None and given not in [*_ADJUSTMENTS]:
+        # torch's message, and what to do
+        raise ValueError(
+            f"Adjust learning rate function {given} is not supported; use one of {(*_ADJUSTMENTS,)}, or None"
+        )
 
 
 def _coefficients(given: Any, steps: int) -> tuple[tuple[float, float, float], ...]:

@@ -19,8 +19,9 @@ falls below its smallest numbers. Elsewhere the dtype is that of the rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,8 @@ class NewtonSchulz(Stage):
         flatten: whether all dimensions but the first are the columns of one matrix, as for a convolution
         heads: number of equal matrices that the rows of a matrix are cut into
         sections: rows of each of these matrices, if they are not equal; otherwise empty
+        rate: a function of rows and columns. A rule multiplies a whole tensor by that of `matrix(shape)`, the
+            smallest of its sections; here the larger ones are multiplied by what they are to have beyond that
         row_decay: divide rows by the root of their mean square, averaged over steps with this decay (NorMuon);
             None: do not
     """
@@ -94,6 +97,7 @@ class NewtonSchulz(Stage):
     flatten: bool = False
     heads: int = 1
     sections: tuple[int, ...] = ()
+    rate: Callable[[int, int], float] | None = None
     row_decay: float | None = None
 
     def __post_init__(self) -> None:
@@ -119,28 +123,29 @@ class NewtonSchulz(Stage):
                 f"num_heads={self.heads} does not divide the {rows} rows of a matrix; use its number of "
                 "heads, and give other matrices to another group"
             )
-        return (max(self.sections) if self.sections else rows // self.heads), columns
+        return min(self._heights(rows)), columns
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return super().matrix((shape[0], math.prod(shape[1:])) if self.flatten and len(shape) > 1 else shape)
+
+    def _heights(self, rows: int) -> tuple[int, ...]:
+        """Rows of each of the matrices that this many are cut into."""
+        return self.sections or (rows // self.heads,) * self.heads
 
     def joins_rows(self, shape: tuple[int, ...]) -> bool:
         return self.flatten or len(shape) == 2
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        rows, columns = self.matrix(shape)
-        n, m = sorted((rows, columns))
-        if _is_wide(n, m) and n >= _GRAM:
-            legs = _legs(self.coefficients, True)
-            each = 3 * m * n * n * len(legs) + sum(4 * len(leg) - 3 for leg in legs) * n**3
-        else:
-            each = len(self.coefficients) * (3 * m * n * n + n**3)
-        return math.prod(shape) / max(1, n * m) * each
+        rows, columns = self._whole(shape)
+        each = sum(_flops(n, columns, self.coefficients) for n in self._heights(rows))
+        return math.prod(shape) / max(1, rows * columns) * each
 
     def allocates(self, shape: tuple[int, ...]) -> int:
-        n, m = sorted(self.matrix(shape))
+        rows, columns = self._whole(shape)
+        n, m = sorted((max(self._heights(rows)), columns))
         each = _allocated(n, m, _is_wide(n, m) and n >= _GRAM, torch.float16.itemsize)
-        return math.prod(shape) // max(1, n * m) * each
+        # sections take turns
+        return math.prod(shape) // max(1, rows * columns) * self.heads * each
 
     def states(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         if self.row_decay is None:
@@ -150,12 +155,17 @@ class NewtonSchulz(Stage):
     def run(self, source: Tensor, target: Tensor, workspace_bytes: int) -> None:
         if source.numel() == 0:
             return
-        for x, out in zip(self._matrices(source), self._matrices(target), strict=True):
+        rows, columns = self._whole(source.shape[1:])
+        stacks = (self._cut(t.view(-1, rows, columns)) for t in (source, target))
+        for x, out in zip(*stacks, strict=True):
+            x, out = x.flatten(0, -3), out.flatten(0, -3)
+            # rows are divided by their own size before they are multiplied
+            factor = self._factor(x.shape[1], columns) if self.row_decay is None else 1.0
             pieces, at_once = _pieces(x, out, workspace_bytes)
             with beside_each_other(x.device, at_once) as streams:
                 for (part, out_part), stream in zip(pieces, streams, strict=False):
                     with stream:
-                        orthogonalize(part, out_part, self.coefficients, self.eps)
+                        orthogonalize(part, out_part, self.coefficients, self.eps, factor)
 
     @torch.no_grad()
     def finish(
@@ -174,26 +184,71 @@ class NewtonSchulz(Stage):
         squares = before.lerp(means, 1 - self.row_decay)
         torch._foreach_copy_(found, [*torch.where(skip, before, squares)])
         factors = 1 / (squares.sqrt() + _LEAST)
-        # the norm of the whole update does not change
-        sizes = torch.stack([means.sum(-2, keepdim=True), (means * factors.square()).sum(-2, keepdim=True)])
-        if add_up is not None:
-            add_up(sizes)
-        # the factor of a row of zeros is too large for sixteen bits
-        x.copy_(x.to(before.dtype) * (factors * (sizes[0] / sizes[1].clamp_(min=_LEAST**2)).sqrt()))
+        # the norm of each matrix does not change
+        sizes = torch.stack([means, means * factors.square()])
+        if add_up is not None and (self.sections or self.heads > 1):
+            x.copy_(x.to(before.dtype) * (factors * self._ratios(sizes, x.shape[-1], add_up)))
+            return
+        for part, factor, size in zip(*map(self._cut, (x, factors, sizes)), strict=True):
+            sums = size.sum(-2, keepdim=True)
+            if add_up is not None:
+                add_up(sums)
+            # the factor of a row of zeros is too large for sixteen bits
+            ratio = _ratio(sums) * self._factor(part.shape[-2], x.shape[-1])
+            part.copy_(part.to(before.dtype) * (factor * ratio))
 
-    def _matrices(self, stack: Tensor) -> Iterator[Tensor]:
-        """A stack of tensors as stacks of matrices of one shape."""
-        rows, columns = self._whole(stack.shape[1:])
-        stack = stack.view(-1, rows, columns)
+    def _ratios(self, sizes: Tensor, columns: int, add_up: Callable[[Tensor], None]) -> Tensor:
+        """For each row of this rank; others have rows of the same matrices."""
+        rows, rank = sizes.shape[-2], torch.distributed.get_rank()
+        counts = torch.zeros(torch.distributed.get_world_size(), dtype=sizes.dtype, device=sizes.device)
+        counts[rank] = rows
+        add_up(counts)
+        # ranks have rows in the order of ranks
+        places = torch.arange(rows, device=sizes.device) + counts[:rank].sum().long()
         if self.sections:
-            yield from stack.split(self.sections, dim=1)
+            index = torch.zeros_like(places)
+            for end in accumulate(self.sections[:-1]):
+                index += places >= end
         else:
-            yield stack.view(-1, rows // self.heads, columns)
+            index = places * self.heads // counts.sum().long().clamp_(min=1)
+        matrices = len(self.sections) or self.heads
+        sums = sizes.new_zeros(*sizes.shape[:-2], matrices, 1).index_add_(-2, index, sizes)
+        add_up(sums)
+        ratios = _ratio(sums)
+        for i, n in enumerate(self.sections):
+            ratios[..., i, :] *= self._factor(n, columns)
+        return ratios.index_select(-2, index)
+
+    def _cut(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Whole matrices as stacks of the smaller ones of one shape."""
+        if self.sections:
+            return x.split(self.sections, dim=-2)
+        return (x.unflatten(-2, (self.heads, x.shape[-2] // self.heads)),)
+
+    def _factor(self, rows: int, columns: int) -> float:
+        """What a section is multiplied by."""
+        if self.rate is None or not self.sections:
+            return 1.0
+        columns = max(1, columns)
+        return self.rate(rows, columns) / self.rate(min(self._heights(rows)), columns)
+
+
+def _ratio(sums: Tensor) -> Tensor:
+    """What keeps the norms of matrices, by the sums of squares before and after rows were divided."""
+    return (sums[0] / sums[1].clamp_(min=_LEAST**2)).sqrt()
 
 
 def _is_wide(low: int, high: int) -> bool:
     """Whether the Gram form is faster for matrices of these sizes."""
     return high > _WIDE * low
+
+
+def _flops(rows: int, columns: int, coefficients: tuple[Coefficients, ...]) -> int:
+    low, high = sorted((rows, columns))
+    if not (_is_wide(low, high) and low >= _GRAM):
+        return len(coefficients) * (3 * high * low**2 + low**3)
+    legs = _legs(coefficients, True)
+    return 3 * high * low**2 * len(legs) + sum(4 * len(leg) - 3 for leg in legs) * low**3
 
 
 def _allocated(low: int, high: int, is_gram: bool, itemsize: int) -> int:
@@ -228,12 +283,16 @@ def _is_gram(x: Tensor) -> bool:
 
 
 @torch.no_grad()
-def orthogonalize(x: Tensor, out: Tensor, coefficients: tuple[Coefficients, ...], eps: float) -> None:
-    """Fill `out` with the orthogonal matrices nearest to those of `x`; both may be the same memory."""
+def orthogonalize(
+    x: Tensor, out: Tensor, coefficients: tuple[Coefficients, ...], eps: float, factor: float = 1.0
+) -> None:
+    """Fill `out` with `factor` times the orthogonal matrices nearest to those of `x`; both may be the same
+    memory.
+    """
     if not out.is_contiguous():
         # sections of larger matrices: products are faster on contiguous ones
         whole = torch.empty_like(out, memory_format=torch.contiguous_format)
-        orthogonalize(x, whole, coefficients, eps)
+        orthogonalize(x, whole, coefficients, eps, factor)
         out.copy_(whole)
         return
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=_precise(x.dtype))
@@ -244,7 +303,8 @@ def orthogonalize(x: Tensor, out: Tensor, coefficients: tuple[Coefficients, ...]
     scaled = out if passes % 2 == 0 else torch.empty(x.shape, dtype=out.dtype, device=x.device)
     _scale(x, factors, scaled)
     with sums_in_float32(x.device):
-        (_gram if is_gram else _standard)(_Matrices(scaled, x.shape[1] > x.shape[2]), out, coefficients)
+        iterate = _gram if is_gram else _standard
+        iterate(_Matrices(scaled, x.shape[1] > x.shape[2]), out, coefficients, factor / _SCALE)
 
 
 def _scale(x: Tensor, factors: Tensor, out: Tensor) -> None:
@@ -280,13 +340,14 @@ class _Matrices(NamedTuple):
         return self._replace(x=out)
 
 
-def _standard(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...]) -> None:
+def _standard(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...], scale: float) -> None:
+    """All iterations, and at last multiply by `scale`."""
     other = torch.empty_like(out) if x.x is out else out
     for i, (a, b, c) in enumerate(coefficients):
         g = x.gram()
         polynomial = _polynomial(g, b, c)
         is_last = i == len(coefficients) - 1
-        x, other = x.after(polynomial, a, 1 / _SCALE if is_last else 1.0, other), x.x
+        x, other = x.after(polynomial, a, scale if is_last else 1.0, other), x.x
         # before the next ones are allocated
         del g, polynomial
 
@@ -309,12 +370,13 @@ def _legs(coefficients: tuple[Coefficients, ...], is_narrow: bool) -> list[tuple
     return legs
 
 
-def _gram(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...]) -> None:
+def _gram(x: _Matrices, out: Tensor, coefficients: tuple[Coefficients, ...], scale: float) -> None:
+    """The same in the Gram form."""
     legs = _legs(coefficients, out.itemsize == 2)
     other = torch.empty_like(out) if x.x is out else out
     for i, leg in enumerate(legs):
         q, keep = _product_of_all(x.gram(), leg)
-        x, other = x.after(q, keep, 1 / _SCALE if i == len(legs) - 1 else 1.0, other), x.x
+        x, other = x.after(q, keep, scale if i == len(legs) - 1 else 1.0, other), x.x
         del q
 
 
