@@ -1,12 +1,14 @@
-# `make demo` and `make test` do all the set-up, on a machine with Python and make only.
+# `make demo` and `make test` do all the set-up, on a machine with Python and make only: the demo what the commands
+# need, the tests more.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := python -m pip install --quiet --disable-pip-version-check
 TORCH ?= 2.15.0
 BESIDE := PYTHONPATH=.venv/integrations XDG_CACHE_HOME=$(CURDIR)/.venv/integrations/cache
 
 .PHONY: demo test test-compiled test-torch test-integrations lint bench docs docs-look package clean
 
-demo: .venv/ready
+demo: .venv/commands
 	$(BIN)/fusedstep demo
 
 # two processes, by files, whatever the machine: many tests start processes of their own, one takes 15 GiB
@@ -31,7 +33,7 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/ready
+bench: .venv/commands
 	$(BIN)/fusedstep bench
 
 # every page anew, so that no warning is seen only once; then open docs/_build/html/index.html
@@ -46,35 +48,45 @@ package: .venv/ready
 
 # the built site in a browser, by hand: needs chromium; prints where its pictures are
 docs-look: .venv/docs
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[look]'
+	$(BIN)/$(INSTALL) -e '.[look]'
 	$(BIN)/python docs/look.py
 
-# the last line marks the environment complete: an interrupted set-up starts over, a complete one needs no network
-.venv/ready: pyproject.toml requirements-dev.txt
+# torch, in the version of requirements-dev.txt, and what the commands need. The last line marks the set-up complete:
+# an interrupted one starts over, a complete one needs no network
+.venv/commands: pyproject.toml requirements-dev.txt
+	@echo 'setting up .venv: torch and what the commands need, a minute or two'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cli,test]'
+	$(BIN)/$(INSTALL) --constraint requirements-dev.txt -e '.[cli]'
+	touch $@
+
+# the same environment, with what tests, linters and packaging need
+.venv/ready: .venv/commands
+	@echo 'setting up .venv: what the tests need, another minute or two'
+	$(BIN)/$(INSTALL) -r requirements-dev.txt -e '.[cli,test]'
 	touch $@
 
 # PyPI's torch, which brings CUDA (5 GB, and no GPU is needed) and its own Triton, whose interpreter does not know
 # numpy 2.4 before version 3.7
 .venv-torch-%/ready: pyproject.toml
+	@echo 'setting up $(@D): torch $* with CUDA and what the tests need, some minutes'
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* 'numpy<2.4' -e '.[cli,test]'
+	$(@D)/bin/$(INSTALL) torch==$* 'numpy<2.4' -e '.[cli,test]'
 	touch $@
 
 # nothing is resolved, so nothing can replace torch; and in a folder of their own, where other tests do not see them:
 # with torchvision there, Lightning imports it, which fails beside a CPU build of torch. yapf fills a cache when it is
 # first imported, and the file is empty for a moment: here, so that no two tests do it at once
 .venv/integrations/ready: .venv/ready requirements-integrations.txt
+	@echo 'setting up .venv/integrations: trainers of others, some minutes'
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) \
+	$(BIN)/$(INSTALL) --no-deps --target $(@D) \
 		-r requirements-integrations.txt
 	$(BESIDE) $(BIN)/python -c 'import yapf'
 	touch $@
 
-.venv/docs: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+.venv/docs: .venv/commands
+	@echo 'setting up .venv: what the pages need'
+	$(BIN)/$(INSTALL) -e '.[docs]'
 	touch $@
 
 clean:

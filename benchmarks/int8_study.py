@@ -87,6 +87,30 @@ def stored(
     return (CODES[code].decode(level, n) * largest).flatten()[: x.numel()] * x.sign()
 
 
+def float8(x: Tensor, dtype: torch.dtype, dithered: bool) -> Tensor:
+    """What is read back of floats of 8 bits with a scale of float32 for each block of 64."""
+    magnitudes = F.pad(x.abs(), (0, -x.numel() % 64)).view(-1, 64)
+    scale = (magnitudes.amax(1, keepdim=True) / torch.finfo(dtype).max).clamp_min(1e-38)
+    y = magnitudes / scale
+    if dithered:
+        # up or down at random, by the bits that are cut off
+        cut = 20 if dtype == torch.float8_e4m3fn else 21
+        y = (y.view(torch.int32) + torch.randint(0, 1 << cut, y.shape).int() >> cut << cut).view(torch.float32)
+    y = y.clamp_max(torch.finfo(dtype).max).to(dtype).float()
+    return (y * scale).flatten()[: x.numel()] * x.sign()
+
+
+def bits4(x: Tensor, root: int, is_signed: bool, dithered: bool) -> Tensor:
+    """The same of codes of 4 bits, which are roots; with `is_signed` one bit is the sign."""
+    magnitudes, n = F.pad(x.abs(), (0, -x.numel() % 64)).view(-1, 64), 7 if is_signed else 15
+    largest = magnitudes.amax(1, keepdim=True).clamp_min(1e-38)
+    level = (magnitudes / largest) ** (1 / root) * n
+    level = (level + (torch.rand(level.shape) if dithered else 0.5)).floor()
+    if not is_signed:
+        level = level.maximum((magnitudes > 0).float())
+    return ((level / n) ** root * largest).flatten()[: x.numel()] * x.sign()
+
+
 # -- the model ---
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -156,6 +180,7 @@ ROOTS = (
     partial(stored, code="square root", block=64, n=127),
     partial(stored, code="square root", block=64, n=255, floor=True),
 )
+EIGHTS = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLASH = [
     partial(stored, code=c, block=32, n=n, scale=torch.float16)
     for c, n in (("softsign", 127), ("square root", 255))
@@ -214,6 +239,12 @@ def tracked(real: Tensor) -> list[tuple[str, list[str]]]:
         "the same, fp16 scale": [partial(way, scale=torch.float16) for way in (near, fourth)],
         "the same, bf16 scale": [partial(way, scale=torch.bfloat16) for way in (near, fourth)],
         "m nearest, v chosen": (near, V), "chosen": (M, V),
+        "fp8: e4m3, e5m2, nearest": [partial(float8, dtype=t, dithered=False) for t in EIGHTS],
+        "fp8: e4m3, e5m2, dithered": [partial(float8, dtype=t, dithered=True) for t in EIGHTS],
+        "m chosen, v fp8 e5m2 dithered": (M, partial(float8, dtype=EIGHTS[1], dithered=True)),
+        "4 bits, nearest": [partial(bits4, root=k, is_signed=k == 2, dithered=False) for k in (2, 4)],
+        "4 bits, dithered": [partial(bits4, root=k, is_signed=k == 2, dithered=True) for k in (2, 4)],
+        "m of 4 bits, dithered, v chosen": (partial(bits4, root=2, is_signed=True, dithered=True), V),
     }  # fmt: skip
     rows = []
     for name, way in ways.items():

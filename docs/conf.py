@@ -23,6 +23,7 @@ extensions = [
     "facts",
     "public",
     "inline",
+    "sources",
 ]
 exclude_patterns = ["_build"]
 # links to a heading of a page

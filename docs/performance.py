@@ -39,6 +39,7 @@ def page():
         "gpu_loops": {row["loop"]: row for row in selection.loops("host-cuda")},
         "cpu_loops": {row["loop"]: row for row in selection.loops("host-cpu")},
         "cold": {name: results.load(name) for name in results.files("cold")},
+        "cpu_memory": results.memory_speeds("cpu"),
         "cpu": [selection.marked(row) for row in cpu if row.others],
         "sources": [source for kind in results.KINDS for source in results.sources(kind)] + [at_scale],
     }

@@ -85,7 +85,11 @@ def main() -> None:
         done = saved["step"]
         for name, part in trained.items():
             part.load_state_dict(saved[name])
-        print(f"goes on after step {done} of {args.checkpoint}")
+        if done < args.steps:
+            print(f"goes on after step {done} of {args.checkpoint}")
+        else:
+            more = f"give --steps more than {done} to train on, or delete the file to start anew"
+            print(f"{args.checkpoint} has all {done} steps: {more}")
     for step in range(done + 1, args.steps + 1):
         batch = sample(text, step).to(DEVICE)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):

@@ -1,4 +1,4 @@
-"""Fused optimizers for PyTorch: every parameter in one pass over memory, on any device.
+"""Fused optimizers for PyTorch, on CPU and GPU: a step updates all parameters of a model together.
 
 >>> import torch, fusedstep
 >>> model = torch.nn.Linear(4, 2)

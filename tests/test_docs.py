@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import unquote
@@ -16,6 +17,9 @@ from fusedstep import functional, npu, optimizers
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+# of these only the links are tested
+OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")]
+BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +62,7 @@ def test_a_page_calls_no_python_by_another_name(page):
     assert {language for language, _, _ in blocks(page)} <= {"python"} | data | directives
 
 
-@pages
+@pytest.mark.parametrize("page", PAGES + OTHERS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_images_of_a_page_lead_somewhere(page):
     text = BLOCK.sub("", page.read_text())
     for link in LINK.findall(text):
@@ -129,6 +133,54 @@ def test_the_decision_page_has_the_numbers_of_other_pages():
     numbers = set(re.findall(r"\d+\.\d\d\b", text))
     assert len(numbers) > 8
     assert numbers <= set(re.findall(r"\d+\.\d\d\b", elsewhere))
+
+
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_commits_of_results_are_in_the_history_or_the_page_says_that_they_are_not():
+    try:
+        top, shallow = git("rev-parse", "--show-toplevel"), git("rev-parse", "--is-shallow-repository")
+    except FileNotFoundError:
+        pytest.skip("there is no git")
+    # an sdist may lie in the checkout of something else
+    if top.returncode or Path(top.stdout.strip()) != ROOT.resolve() or shallow.stdout.strip() != "false":
+        pytest.skip("there is no whole history")
+    (said,) = re.findall(r"[^.]*\sare not\sin the history\.", (DOCS / "performance.md").read_text())
+    absent = set(re.findall(r"\b[0-9a-f]{7}\b", said))
+    texts = [path.read_text() for path in BENCHMARKS.glob("*.json")]
+    fields = [field for text in texts for field in re.findall(r'"commit": "([^"]*)"', text)]
+    named = {commit for field in fields for commit in re.findall(r"\b[0-9a-f]{7,40}\b", field)}
+    assert len(named) > 10
+    lost = {commit[:7] for commit in named if git("cat-file", "-e", f"{commit}^{{commit}}").returncode}
+    assert lost == absent
+
+
+def test_host_times_of_released_gradients_are_the_results():
+    results = json.loads((BENCHMARKS / "host-cpu-amd-epyc.json").read_text())["results"]
+    loops = {row["loop"]: row for row in results}
+    names = "backward and step", "released in 20 buckets", "released one by one"
+    plain, *released = (loops[name] for name in names)
+    sides = [plain["ours"], plain["peer"], *(row["ours"] for row in released)]
+    text = " ".join((DOCS / "release.md").read_text().split())
+    sentence = re.search(r"backward and step take (\S+) ms .* \((\S+) ms .* (\S+) ms if .* (\S+) ms if", text)
+    assert sentence.groups() == tuple(f"{side['median'] / 1e3:.2g}" for side in sides)
+
+
+def test_the_cases_in_which_we_are_slower_on_a_cpu_are_all_named(performance):
+    rows = [row for row in performance.results.rows("cpu") if row.others]
+    slower = {performance.ratio(performance.fastest(row), row.ours) for row in rows}
+    (text,) = re.findall(r"^- On a CPU,.*?\n\n", (DOCS / "faq.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"\d\.\d+", text)) == {ratio for ratio in slower if float(ratio) < 1}
+
+
+def test_the_page_names_the_packages_that_the_extra_adds():
+    settings = (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^peers = \[\n(.*?)^\]", settings, re.MULTILINE | re.DOTALL)
+    names = [name.removeprefix("torch-") for name in re.findall(r'"([\w-]+)>=', extra)]
+    (sentence,) = re.findall(r"`peers` adds ([^.]*)\.", (DOCS / "performance.md").read_text())
+    assert re.split(r",\s|\sand\s", sentence) == names
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")

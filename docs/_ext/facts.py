@@ -1,8 +1,10 @@
-"""`{facts} Lion`: what an optimizer is for, what it agrees with and what it costs, at the head of its page.
+"""`{facts} Lion`: what an optimizer is for, what it agrees with, where its source is and what it costs, at the
+head of its page.
 
 All of it is written elsewhere: in the table of family.md, and in the results of benchmarks.
 """
 
+import inspect
 import re
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import results
 import selection
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
+
+import fusedstep
 
 FAMILY = Path(__file__).parent.parent / "family.md"
 
@@ -56,6 +60,8 @@ class Facts(SphinxDirective):
         for path in (FAMILY, *(results.FOLDER / name for name in results.files("cuda"))):
             self.env.note_dependency(str(path))
         cells = list(row_of(name).items())[1:]
+        file = Path(inspect.getsourcefile(getattr(fusedstep, name))).name
+        cells.append(("rule and class", f"[{file}](../../fusedstep/optimizers/{file})"))
         time = measured(name)
         if time is not None:
             cells.append(("measured", time))

@@ -5,6 +5,7 @@ that are not known here are left alone.
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +95,21 @@ def _joined(row, other):
         notes={**other.notes, **row.notes},
         allocated={**other.allocated, **row.allocated},
     )
+
+
+class Speeds(NamedTuple):
+    """GB/s."""
+
+    slowest: float
+    median: float
+    fastest: float
+
+
+def memory_speeds(kind):
+    """How fast memory was when each row was timed, read and written."""
+    copies = [row["copy"] for name in files(kind) for row in load(name)["results"] if "copy" in row]
+    found = [copy["bytes"] / copy["device"] / 1e6 for copy in copies]
+    return Speeds(min(found), statistics.median(found), max(found))
 
 
 def _who(name):

@@ -36,7 +36,7 @@ def doctor() -> None:
         ("threads", _threads()),
         ("caches", _caches()),
         ("environment", _variables()),
-        ("a step", _steps(broken)),
+        ("one AdamW step", _steps(broken)),
     ):
         typer.echo(title)
         for line in lines:
@@ -123,7 +123,7 @@ def _served(broken: list[str]) -> Iterator[str]:
             yield f"{device}: plain tensor operations, slower; pip install {package} for the {best} engine"
         yield f"{device}: {best if best in able else able[0] if able else 'none'} serves it"
         for name, reason in reasons.items():
-            yield f"  {name}: {'can' if reason is None else f'cannot, {reason}'}"
+            yield f"  {name}: {'available' if reason is None else f'not available: {reason}'}"
 
 
 def _threads() -> Iterator[str]:
@@ -169,17 +169,18 @@ def _variables() -> Iterator[str]:
 
 
 def _steps(broken: list[str]) -> Iterator[str]:
-    """One step on every device, by the engine that is chosen for it."""
+    """One AdamW step on every device, by the engine that is chosen for it."""
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         try:
             p = torch.nn.Parameter(torch.ones(4, device=device))
             p.grad = torch.ones_like(p)
-            fusedstep.SGD([p], lr=0.5).step()
-            is_right = p.tolist() == [0.5] * 4
+            # its first step is as large as `lr`
+            fusedstep.AdamW([p], lr=0.5, weight_decay=0.0).step()
+            is_right = torch.allclose(p.cpu(), torch.tensor(0.5))
         except Exception as error:
             is_right, why = False, f"{type(error).__name__}: {str(error).splitlines()[0]}"
         else:
             why = "its result is wrong"
-        yield f"{device}: {'done' if is_right else why}"
+        yield f"{device}: {'ok' if is_right else why}"
         if not is_right:
-            broken.append(f"a step on {device} failed, {why}; please report this with all of the above")
+            broken.append(f"an AdamW step on {device} failed: {why}; please report this with all of the above")

@@ -30,6 +30,8 @@ def test_it_tells_versions_devices_engines_and_settings():
         assert text in done.output
     assert "copies 50 GB/s" in done.output
     assert "cpu: cpu serves it" in done.output
+    assert "\n    cpu: available\n" in done.output
+    assert "\none AdamW step\n  cpu: ok\n" in done.output
     assert "OMP_NUM_THREADS=2" in done.output
     assert f"torch uses {torch.get_num_threads()}" in done.output
     assert "nothing essential is broken" in done.output
@@ -57,7 +59,7 @@ def test_why_an_engine_does_not_serve_is_told(monkeypatch):
     monkeypatch.setattr(_engines, "load", refused)
     done = run()
     assert done.exit_code == 0
-    assert "triton: cannot, it is Tuesday" in done.output
+    assert "triton: not available: it is Tuesday" in done.output
 
 
 def test_an_engine_that_should_serve_and_does_not_is_broken(monkeypatch):
@@ -96,7 +98,7 @@ def test_a_container_that_gives_less_time_than_there_are_threads_is_told(monkeyp
 
 
 def test_a_step_that_is_wrong_is_broken(monkeypatch):
-    monkeypatch.setattr(fusedstep.SGD, "step", lambda self: None)
+    monkeypatch.setattr(fusedstep.AdamW, "step", lambda self: None)
     done = run()
     assert done.exit_code == 1
-    assert "broken: a step on cpu failed, its result is wrong" in done.output
+    assert "broken: an AdamW step on cpu failed: its result is wrong" in done.output

@@ -18,6 +18,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import fusedstep
 
@@ -100,6 +101,8 @@ def test_the_sdist_holds_what_tests_and_pages_need_and_nothing_beside(built):
     found = built.files_of_sdist()
     assert {"LICENSE", "README.md", "SECURITY.md", "tests/cases.py", "tests/recorded/family.json"} <= found
     assert {"examples/gpt.py", "docs/index.md", "fusedstep/cli/sonnets.txt", "Makefile"} <= found
+    # those that the Makefile installs
+    assert {path.name for path in ROOT.glob("requirements-*.txt")} <= found
     folders = {name.partition("/")[0] for name in found if "/" in name}
     assert folders == {"fusedstep", "tests", "examples", "docs", "benchmarks"}
     assert not [name for name in found if "__pycache__" in name or "_build" in name]
@@ -107,12 +110,20 @@ def test_the_sdist_holds_what_tests_and_pages_need_and_nothing_beside(built):
 
 def test_the_metadata_says_what_is_true(metadata):
     assert metadata["Version"] == fusedstep.__version__
-    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest == fusedstep.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     # none that a reader would find empty
     assert metadata["Project-URL"] is metadata["Home-page"] is None
     assert metadata.get_payload().startswith("# fusedstep")
+
+
+def test_the_version_is_the_newest_of_the_changelog_or_the_next_in_development():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    newest, *_ = re.findall(r"^## (\d\S*)", text, re.MULTILINE)
+    version = Version(fusedstep.__version__)
+    # the heading, underlined or not, for what comes after the newest version
+    has_more = re.search(r"^(## )?Unreleased$", text, re.MULTILINE) is not None
+    assert version.is_devrelease == has_more
+    assert version > Version(newest) if has_more else version == Version(newest)
 
 
 def versions(metadata):
