@@ -37,7 +37,7 @@ from tests.mutations import code_of, definitions, mutants
 
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 # what only refuses options, or says something
-_SILENT = ("check", "called", "keywords", "_check", "_differs")
+_SILENT = ("check", "called", "keywords", "_check", "_differs", "_results")
 _METHODS = ("rule_of", "number", "limit", "_show")
 
 

@@ -73,3 +73,16 @@ def test_masters_are_not_expanded_while_parameters_are_averages():
     optimizer.step()
     with optimizer.ema_parameters(), pytest.raises(RuntimeError, match="expanded_state_dict"):
         optimizer.expanded_state_dict()
+
+
+def test_a_constructor_that_somebody_wrote_is_inherited():
+    class Slow(fusedstep.AdamW):
+        def __init__(self, params, rate):
+            super().__init__(params, lr=rate / 10)
+
+    class Slower(Slow):
+        weight_decay: float = 0.5
+
+    p = torch.nn.Parameter(torch.ones(2))
+    group = Slower([p], 1.0).param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.1, 0.5)

@@ -140,14 +140,12 @@ def signature_of(arguments: dict[str, Argument], common: dict[str, Argument]) ->
 
 
 def bound(signature: inspect.Signature, owner: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults included."""
+    """The arguments that were given, by name."""
     check_names(owner, kwargs, [*signature.parameters])
     try:
-        found = signature.bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(f"{owner}.__init__(): {error}") from None
-    found.apply_defaults()
-    return found.arguments
 
 
 def check_names(owner: str, given: Iterable[str], known: Sequence[str]) -> None:

@@ -74,7 +74,9 @@ class Declaration(Common):
                 f"{sorted(n for a in groups.values() for n in a.scalars)}; {_how_to_declare(cls, min(unknown))}"
             )
         _check_defaults(cls)
-        if "__init__" not in vars(cls):
+        inherits = next(vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base))
+        if inherits is Declaration.__init__ or hasattr(inherits, "is_made"):
+            # nobody has written one
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -255,12 +257,16 @@ def _constructor(cls: type[Declaration]) -> Callable:
     signature = signature_of(cls.arguments, COMMON_ARGUMENTS)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._setup(**bound(signature, cls.__name__, args, kwargs))
+        given = bound(signature, cls.__name__, args, kwargs)
+        # a subclass may have other defaults, though its constructor calls this one
+        defaults = {n: a.default for n, a in type(self).arguments.items() if n in signature.parameters}
+        self._setup(**{**defaults, **given})
 
     with_self = [
         inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
         *signature.parameters.values(),
     ]
     __init__.__signature__ = inspect.Signature(with_self, return_annotation="None")  # type: ignore[attr-defined]
+    __init__.is_made = True  # type: ignore[attr-defined]
     __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     return __init__

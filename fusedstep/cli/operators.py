@@ -89,7 +89,7 @@ class _EmaAdamW(_Operator):
 class _PlainNumbers(_Operator):
     """The rule below, called as a function of plain numbers: its sums then have one element."""
 
-    keeps = ("a", "b")
+    keeps = ("a", "b", "rate")
 
     def apply(self, p, states, step, options):
         numbers = [t.reshape(-1).tolist()[0] for t in (p, p.grad, *states)]
@@ -97,18 +97,21 @@ class _PlainNumbers(_Operator):
             t.fill_(value)
 
 
-@rule(states={"a": "a", "b": "b"})
-def words(p, g, a, b, *, step, numel, lr, low, high):
+@rule(states={"a": "a", "b": "b", "rate": "rate"})
+def words(p, g, a, b, rate, *, step, numel, lr, low, high):
     a = mix(a, clamp(tanh(g), low, high), 0.3)
     # Python's own function works, too
     size = 0.5 * abs(g) + 0.5 * builtins.abs(g)
     b = exp(-size) + log(1 + size) * cos(p) + power(2 + size, 1.5) - 2**a + size**1.2
     b = b + maximum(a, g) * minimum(p, g) + sign(g) * (1 / (3 - a)) + (1 - g) - +(-g)
     for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
-        b = b + k * where(condition, 1.0, 0.0)
+        b = b + (k * condition if k % 2 else k * where(condition, 1.0, 0.0))
+    # whole powers of numbers below 0
+    b = b + 0.1 * g**2 - 0.1 * g**3 + 0.1 * tanh(g) ** 5 + 0.1 * (-1) ** step
     size = report("trust_ratio", sqrt(total(g * g)) / numel) + 0.01 * total_over_all(abs(g))
-    u = (a + b / step) / (1 + largest(g) + size)
-    return p - lr * u, a, b
+    # the rate of the step before, which is the same for all elements, and kept for each
+    u = (a + b / step + rate + total(g > 0) / numel) / (1 + largest(g) + size)
+    return p - lr * u, a, b, lr
 
 
 class Words(fusedstep.Optimizer):

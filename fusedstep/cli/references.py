@@ -629,7 +629,7 @@ class Words(Reference):
     """The rule of operators.py in torch's operations."""
 
     options: ClassVar = {"lr": 0.1, "low": -0.5, "high": 0.5}
-    keeps = ("a", "b")
+    keeps = ("a", "b", "rate")
 
     def update(self, p, g, s, t, o):
         low, high, lr = o["low"], o["high"], o["lr"]
@@ -639,7 +639,9 @@ class Words(Reference):
         b = b + torch.maximum(a, g) * torch.minimum(p, g) + g.sign() * (1 / (3 - a)) + (1 - g) - (-g)
         for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
             b = b + k * condition.to(b.dtype)
-        s["b"] = b
+        b = b + 0.1 * g.square() - 0.1 * g * g * g + 0.1 * torch.tanh(g) ** 5 + (0.1 if t % 2 == 0 else -0.1)
+        rate, s["b"], s["rate"] = s["rate"], b, torch.full_like(p, lr)
         size = g.square().sum().sqrt() / max(g.numel(), 1)
         size = size + 0.01 * sum(float(each.abs().sum()) for each in self.grads.values())
-        return p - lr * (a + b / t) / (1 + largest(g) + size)
+        above = (g > 0).to(b.dtype).mean() if g.numel() else 0.0
+        return p - lr * (a + b / t + rate + above) / (1 + largest(g) + size)
