@@ -8,6 +8,8 @@ import torch
 import typer
 
 import fusedstep
+from fusedstep import _engines
+from fusedstep.registry import torch_name
 
 from .factory import made
 from .shapes import MODELS
@@ -29,7 +31,7 @@ class Asked(NamedTuple):
 def works_of(asked: Asked, only: str, device: str) -> list[Work]:
     """Cases whose names contain `only`: the user's own, or else those of the table."""
     if asked.models or asked.optimizers:
-        works = _own(asked)
+        works = _own(asked, device)
     else:
         _refuse_alone(asked)
         works = CPU if device == "cpu" else GPU
@@ -52,12 +54,12 @@ def _names(works: list[Work], asked: Asked) -> str:
     )
 
 
-def _own(asked: Asked) -> list[Work]:
+def _own(asked: Asked, device: str) -> list[Work]:
     for model in asked.models:
         if model not in MODELS:
             made(model)  # an error is told before anything is timed
     dtypes = [_dtype(dtype) for dtype in asked.dtypes]
-    chosen = [_understood(name, asked) for name in asked.optimizers or ["AdamW"]]
+    chosen = [_understood(name, asked, device) for name in asked.optimizers or ["AdamW"]]
     return [
         Work(model, name, options, dtype)
         for model in asked.models or ["bert-base"]
@@ -68,7 +70,7 @@ def _own(asked: Asked) -> list[Work]:
 
 def _dtype(found: str) -> str:
     """As rows have it: bf16/fp32 for bfloat16/float32."""
-    short = "/".join(SHORT.get(part, part) for part in found.split("/"))
+    short = "/".join(SHORT.get(torch_name(part), part) for part in found.split("/"))
     if short not in DTYPES:
         message = f"found {found!r}; use one of {', '.join(DTYPES)}, or torch's names: {', '.join(SHORT)}"
         raise typer.BadParameter(message, param_hint="--dtype")
@@ -77,13 +79,24 @@ def _dtype(found: str) -> str:
 
 def _refuse_alone(asked: Asked) -> None:
     """Refuse options without a case of the user's own: the cases of the table have theirs."""
-    given = {"option": asked.options, "dtype": asked.dtypes, **asked.stored}
-    names = " and ".join(f"--{name.replace('_', '-')}" for name, value in given.items() if value)
+    names = _given(option=asked.options, dtype=asked.dtypes, **asked.stored)
     if names:
         raise typer.BadParameter(f"found {names} alone; name your own case with --model or --optimizer, too")
 
 
-def _understood(name: str, asked: Asked) -> tuple[str, dict[str, Any]]:
+def refuse_beside(other: str, asked: Asked, peers: list[str]) -> None:
+    """Refuse all that chooses a case beside an option that leaves no choice."""
+    own = {"model": asked.models, "optimizer": asked.optimizers, "option": asked.options, "dtype": asked.dtypes}
+    names = _given(**own, peer=peers, **asked.stored)
+    if names:
+        raise typer.BadParameter(f"found {names} beside {other}, which would ignore it; leave out one of them")
+
+
+def _given(**options: Any) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name, value in options.items() if value)
+
+
+def _understood(name: str, asked: Asked, device: str) -> tuple[str, dict[str, Any]]:
     """The class of this name, and options with values as in configuration files."""
     texts = {key: value for key, value in asked.stored.items() if value is not None}
     for each in asked.options:
@@ -95,8 +108,12 @@ def _understood(name: str, asked: Asked) -> tuple[str, dict[str, Any]]:
     try:
         cls = fusedstep.by_name(name)
         options = dict(fusedstep.by_name(name, **texts).keywords) if texts else {}
-        # constructed here, so that errors are told before anything is timed
-        cls([torch.nn.Parameter(torch.ones(1))], **options)
+        # constructed here, so that errors are told before anything is timed; Muon takes matrices
+        cls([torch.nn.Parameter(torch.ones(1, 1))], **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
+    engine = options.get("engine")
+    why_not = None if engine is None else _engines.load(engine, device)[1]
+    if why_not:
+        raise typer.BadParameter(f"{engine} does not run on {device}: {why_not}", param_hint="--engine")
     return cls.__name__, options

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import re
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from . import cold, compare, host, peers, report, timing
-from .asked import Asked, works_of
+from . import cold, compare, host, noise, peers, report, timing
+from .asked import Asked, refuse_beside, works_of
 from .environment import environment
+from .files import Files
 from .measure import Setup, measure
+from .page import page
+from .progress import progress
 from .shapes import MODELS
 from .works import DTYPES, Work
 
@@ -125,19 +125,32 @@ def bench(
         return
     kind, _, part = only.partition(" ")
     before = compare.read(compare_with) if compare_with else None
-    name: tuple[str, ...]
+    stored = {"state_dtype": state_dtype, "master": master, "engine": engine}
+    asked = Asked(model or [], optimizer or [], option or [], dtype or [], stored)
+    if read or kind in _OTHERS:
+        refuse_beside("--read" if read else f"--only {kind}", asked, peer or [])
     if read:
-        result, name = _kept(compare.joined(read), only), (f"{read[0].stem}-{only}",)
+        result = _kept(compare.joined(read), only)
+        files = Files.of(json_path, output, (f"{read[0].stem}-{only}",), result)
     elif kind in _OTHERS:
-        result, name = _other(kind, part, device, rounds, commit, console), (f"{kind}-{device}", part)
+        _check_part(kind, part, device)
+        if before:
+            compare.check_common(before, [each.name for each in _OTHERS[kind].named(part, device)])
+        facts = environment(device, commit)
+        files = Files.of(json_path, output, (f"{kind}-{device}", part), facts)
+        result = _other(kind, part, device, rounds, facts, files, console)
     else:
-        stored = {"state_dtype": state_dtype, "master": master, "engine": engine}
-        asked = Asked(model or [], optimizer or [], option or [], dtype or [], stored)
         works = works_of(asked, only, device)
+        peers.check_asked(peer or [], works, device)
+        # the dtypes of a user's model are not known yet
+        if before and all(work.dtype in DTYPES for work in works):
+            compare.check_common(before, [compare.name_of(work._asdict()) for work in works])
+        name = only or "-".join((*asked.models, *asked.optimizers, *asked.dtypes))
+        facts = environment(device, commit)
+        files = Files.of(json_path, output, (device, name), facts)
         setup = Setup(device, rounds, timing.Copy(device), tuple(peer or ()))
-        result = _timed(works, setup, environment(device, commit), console, json_path)
-        name = device, only or "-".join((*asked.models, *asked.optimizers, *asked.dtypes))
-    _show(result, name, json_path, output, console)
+        result = _timed(works, setup, facts, files, console)
+    _show(result, files, console)
     _end(result, before, console)
 
 
@@ -160,40 +173,44 @@ def _kept(result: dict[str, Any], only: str) -> dict[str, Any]:
     return {**result, "results": rows}
 
 
-def _other(
-    kind: str, part: str, device: str, rounds: int, commit: str | None, console: Console
-) -> dict[str, Any]:
-    other = _OTHERS[kind]
-    if not other.named(part, device):
-        names = ", ".join(each.name for each in other.named("", device))
+def _check_part(kind: str, part: str, device: str) -> None:
+    if not _OTHERS[kind].named(part, device):
+        names = ", ".join(each.name for each in _OTHERS[kind].named("", device))
         message = f"found no part of {kind} named {part!r}; use a part of one of these: {names}"
         raise typer.BadParameter(message, param_hint="--only")
-    facts = environment(device, commit)
+
+
+def _other(
+    kind: str, part: str, device: str, rounds: int, facts: dict[str, Any], files: Files, console: Console
+) -> dict[str, Any]:
     _print_facts(facts, console)
-    results = other.run(part, device, rounds, functools.partial(track, description=kind, console=console))
-    return {**facts, "results": results}
+    each = _OTHERS[kind].named(part, device)
+    shown = progress(each, kind, console, len(each), lambda one: one.name)
+    return _collected(_OTHERS[kind].run(shown, device, rounds), facts, files)
 
 
 def _timed(
-    works: list[Work], setup: Setup, facts: dict[str, Any], console: Console, path: Path | None
+    works: list[Work], setup: Setup, facts: dict[str, Any], files: Files, console: Console
 ) -> dict[str, Any]:
-    beside = [p for p in peers.PEERS if any(work.optimizer in p.classes for work in works)]
-    found = {p.name: p.version() for p in beside if not p.why_not(setup.device)}
-    result: dict[str, Any] = {**facts, "peers": found, "results": []}
-    _print_facts(result, console)
-    for work in track(works, "timing", console=console):
-        result["results"].append(measure(work, setup))
+    _print_facts(facts, console)
+    shown = progress(works, "timing", console, len(works), str)
+    return _collected((measure(work, setup) for work in shown), {**facts, "peers": {}}, files)
+
+
+def _collected(rows: Iterable[dict[str, Any]], facts: dict[str, Any], files: Files) -> dict[str, Any]:
+    """A result that is written with every row: a run that is interrupted keeps those it has."""
+    versions = {peer.name: peer for peer in peers.PEERS}
+    result: dict[str, Any] = {**facts, "results": []}
+    noise.keep_load(result)
+    for row in rows:
+        result["results"].append(row)
+        for name in [name for name in row.get("peers") or {} if name in versions]:
+            result["peers"][name] = versions[name].version()
         if report.copy_speeds(result):
             result["copy_bandwidth"] = statistics.median(report.copy_speeds(result))
-        # a run that is interrupted keeps the rows it has
-        _write(result, path)
+        noise.keep_load(result)
+        files.write(result)
     return result
-
-
-def _write(result: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _print_facts(facts: dict[str, Any], console: Console) -> None:
@@ -210,38 +227,43 @@ def _table(result: dict[str, Any]) -> Table:
     return report.table(result)
 
 
-def _show(
-    result: dict[str, Any], name: tuple[str, ...], json_path: Path | None, output: Path | None, console: Console
-) -> None:
+def _show(result: dict[str, Any], files: Files, console: Console) -> None:
     """The table, and the files that are asked for."""
     console.print(_table(result))
-    if json_path is not None:
-        _write(result, json_path)
-        console.print(f"raw result: {json_path}")
-    if output is None:
-        return
-    first, *rest = name
-    # a part gets a name of its own, or it would replace the whole
-    words = (first, *([result["device"].lower()] if rest else []), *rest)
-    path = output / f"{re.sub('[^A-Za-z0-9._=]+', '-', '-'.join(filter(None, words))).strip('-')}.json"
-    _write(result, path)
-    console.print(f"raw result: {path}")
-    if "model" in result["results"][0]:
-        report.picture(result, path.with_suffix(".png"))
-        path.with_suffix(".html").write_text(report.page(result))
-        console.print(f"picture: {path.with_suffix('.png')}, report: {path.with_suffix('.html')}")
+    if noise.note_of(result):
+        console.print(f"[yellow]{noise.note_of(result)}", soft_wrap=True)
+    files.write(result)
+    for path in filter(None, files):
+        console.print(f"raw result: {path}")
+    if files.in_folder is not None and "model" in result["results"][0]:
+        picture, html = (files.in_folder.with_suffix(suffix) for suffix in (".png", ".html"))
+        report.picture(result, picture)
+        html.write_text(page(result))
+        console.print(f"picture: {picture}, report: {html}")
 
 
 def _end(result: dict[str, Any], before: dict[str, Any] | None, console: Console) -> None:
     """What changed, if asked; and the exit code: 1 for a row that is wrong, has failed, or is slower."""
-    bad = [row for row in result["results"] if "wrong" in row or "failed" in row]
-    slower = []
+    wrong, failed = (sum(kind in row for row in result["results"]) for kind in ("wrong", "failed"))
+    slower = [] if before is None else _compared(before, result, console)
+    count = len(result["results"])
+    if wrong:
+        console.print(f"[red]{wrong} of {count} rows are wrong; please report it")
+    if failed:
+        console.print(
+            f"[red]{failed} of {count} rows failed; if not for your model, options or memory, report it"
+        )
+    if wrong or failed or slower:
+        raise typer.Exit(1)
     if before is not None:
-        found = [*compare.changes(before, result)]
-        slower = compare.worse(found)
+        compare.check_common(before, compare.names_of(result))
+
+
+def _compared(before: dict[str, Any], result: dict[str, Any], console: Console) -> list[compare.Change]:
+    """The rows that are worse, which those of another device cannot be."""
+    found = [*compare.changes(before, result)]
+    slower = compare.worse(found) if compare.is_same_device(before, result) else []
+    if found:
         console.print(compare.table(found, before, result))
         console.print(f"{len(slower)} slower or larger beyond noise, {len(found)} compared")
-    if bad:
-        console.print(f"[red]{len(bad)} of {len(result['results'])} rows are wrong or failed; please report it")
-    if bad or slower:
-        raise typer.Exit(1)
+    return slower

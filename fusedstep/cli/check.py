@@ -15,14 +15,15 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
 from .. import _engines
+from ..registry import key_of
 from .combinations import DTYPES, FEATURES, Case, Place, every, pairs, places
 from .environment import environment
 from .judging import complaints
+from .progress import progress
 from .subjects import OPTIONS, SUBJECTS
 
 
@@ -55,8 +56,7 @@ def check(
     facts = environment("cuda" if any(place.device == "cuda" for place in where) else "cpu", None)
     console.print(" | ".join(f"{name} {value}" for name, value in facts.items() if name != "commit"))
     results = []
-    found = track(run(cases, jobs), "checking", total=len(cases), console=console)
-    for result in found:
+    for result in progress(run(cases, jobs), "checking", console, len(cases)):
         results.append(result)
         if result.problems:
             _tell(console, result)
@@ -72,10 +72,7 @@ def check(
 
 
 def _asked(texts: list[str]) -> list[Case]:
-    try:
-        cases = [*map(Case.of, texts)]
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--case") from error
+    cases = [*map(_case, texts)]
     for each in cases:
         if each.place not in places():
             raise typer.BadParameter(
@@ -84,6 +81,17 @@ def _asked(texts: list[str]) -> list[Case]:
         if not each.makes_sense:
             raise typer.BadParameter(f"{each} does not go together", param_hint="--case")
     return cases
+
+
+def _case(text: str) -> Case:
+    try:
+        return Case.of(text)
+    except (ValueError, TypeError) as error:
+        message = (
+            f"no such combination: {text!r}; name an optimizer with its number, a dtype, an engine and "
+            "what is special, as a report does: 'AdamW.1 float32 cpu@cpu clip=norm'"
+        )
+        raise typer.BadParameter(message, param_hint="--case") from error
 
 
 def _why_not(place: Place) -> str:
@@ -103,12 +111,12 @@ def _chosen(device: str | None, engine: str | None, names: list[str] | None, ful
     if not where:
         reason = _why_not(Place(str(engine), device or "cpu"))
         raise typer.BadParameter(f"{engine} does not run here: {reason}", param_hint="--engine")
-    known = {name.lower(): name for name in OPTIONS}
+    known = {key_of(name): name for name in OPTIONS}
     for name in names or ():
-        if name.lower() not in known:
+        if key_of(name) not in known:
             message = f"there is no optimizer {name!r}; there are {', '.join(OPTIONS)}"
             raise typer.BadParameter(message, param_hint="--optimizer")
-    wanted = {known[name.lower()] for name in names or known}
+    wanted = {known[key_of(name)] for name in names or known}
     subjects = [subject for subject in SUBJECTS if subject.name in wanted]
     cases = [*(every if full else pairs)(where, subjects)]
     if not cases:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,10 +107,9 @@ def named(part: str, device: str) -> list[Start]:
     return [start for start in STARTS if part in start.name and not (device == "cpu" and start.warm)]
 
 
-def run(part: str, device: str, rounds: int, progress: Callable[[Sequence[Start]], Any] = iter) -> list[dict]:
-    """Every start whose name contains `part`."""
-    processes = min(rounds, _MOST_PROCESSES)
-    return [measure(start, device, processes) for start in progress(named(part, device))]
+def run(starts: Iterable[Start], device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    for start in starts:
+        yield measure(start, device, min(rounds, _MOST_PROCESSES))
 
 
 def table(results: list[dict[str, Any]], device: str) -> Table:

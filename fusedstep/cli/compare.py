@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 from rich.table import Table
 
+from .noise import apart
 from .works import text_of
 
 # for results without quartiles, and samples that happen to agree: medians of two runs differ by this much
@@ -60,9 +61,17 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from error
     rows = found.get("results") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(r, dict) and name_of(r) for r in rows):
+    if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and _is_row(r) for r in rows):
         raise typer.BadParameter(f"{path} is no raw result of `fusedstep bench`; use one that --json wrote")
     return found
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    if "model" in row:
+        return row.keys() >= {"optimizer", "options", "dtype"} and (
+            {"ours", "peers"} <= row.keys() or not _is_timed(row)
+        )
+    return "loop" in row or "start" in row
 
 
 def joined(paths: Sequence[Path]) -> dict[str, Any]:
@@ -79,7 +88,9 @@ def joined(paths: Sequence[Path]) -> dict[str, Any]:
 def name_of(row: dict[str, Any]) -> str:
     """The name of a row: of its work, its loop, or its start."""
     if "model" in row:
-        return f"{row['model']} {row['optimizer']}({text_of(row['options'])}) {row['dtype']}"
+        # as a file has them: tuples are lists there
+        options = json.loads(json.dumps(row["options"]))
+        return f"{row['model']} {row['optimizer']}({text_of(options)}) {row['dtype']}"
     return str(row.get("loop") or row.get("start") or "")
 
 
@@ -101,7 +112,7 @@ def _times(found: dict[str, Any]) -> dict[str, Time]:
 def _time(kind: str, median: float, low: float, high: float) -> Time:
     # the clock of a GPU ticks about once a microsecond
     tick = 5e-4 if kind == "device" else 0.0
-    return Time(median, max(_FLOOR[kind] / 2, (high - low) / 2 / median, tick / median))
+    return Time(median, max(_FLOOR[kind] / 2, apart(median, low, high), tick / median))
 
 
 def _sides(row: dict[str, Any]) -> tuple[dict[str, Time], dict[str, dict[str, Time]]]:
@@ -144,10 +155,34 @@ def _is_timed(row: dict[str, Any]) -> bool:
     return "wrong" not in row and "failed" not in row
 
 
+def is_same_device(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    return before.get("device") == now.get("device")
+
+
+def check_common(before: dict[str, Any], names: Iterable[str]) -> None:
+    """Refuse a result that has times of none of these rows."""
+    old, new = names_of(before), {*names}
+    if not old & new:
+        some = f"such as {min(old)!r}; here is {min(new)!r}" if old and new else "or none at all"
+        raise typer.BadParameter(
+            f"that result has times of other rows only, {some}; use one of the same rows",
+            param_hint="--compare",
+        )
+
+
+def names_of(result: dict[str, Any]) -> set[str]:
+    """Of all rows with times."""
+    return {name_of(row) for row in result["results"] if _is_timed(row)}
+
+
 def table(found: list[Change], before: dict[str, Any], now: dict[str, Any]) -> Table:
-    """Every change, marked if beyond noise; above it whether machines differ, below it how many rows match."""
+    """Every change, marked if beyond noise; above it how machines differ, below it how many rows match."""
     title = f"now / before ({before.get('commit', 'unknown')[:12]})"
-    if before.get("device") != now.get("device"):
+    for name in ("torch", "threads"):
+        if before.get(name) != now.get(name):
+            title += f"; {name} {now.get(name, 'unknown')}, before {before.get(name, 'unknown')}"
+    is_same = is_same_device(before, now)
+    if not is_same:
         title += f": another device, {before.get('device')}; ratios say nothing about the code"
     view = Table(title=title, caption=_unmatched(before, now), caption_justify="left")
     for column in ("row", "of", "before", "now", "ratio", "peers' ratio", "noise", ""):
@@ -156,10 +191,10 @@ def table(found: list[Change], before: dict[str, Any], now: dict[str, Any]) -> T
         peers = "" if c.peers is None else f"{c.peers:.3f}"
         shown = [f"{c.before / 1e6:.1f} MB", f"{c.now / 1e6:.1f} MB"] if c.kind == "memory" else None
         numbers = shown or [f"{c.before:.4g}", f"{c.now:.4g}"]
-        style = {"slower": "red", "more": "red", "faster": "green", "less": "green"}.get(c.verdict)
-        view.add_row(
-            c.row, c.kind, *numbers, f"{c.ratio:.3f}", peers, f"{100 * c.noise:.0f} %", c.verdict, style=style
-        )
+        verdict = c.verdict if is_same else ""
+        style = {"slower": "red", "more": "red", "faster": "green", "less": "green"}.get(verdict)
+        ratios = f"{c.ratio:.3f}", peers, f"{100 * c.noise:.0f} %"
+        view.add_row(c.row, c.kind, *numbers, *ratios, verdict, style=style)
     return view
 
 

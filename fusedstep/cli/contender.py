@@ -69,7 +69,7 @@ def of_peer(peer: Peer, work: Work, params: list[Any]) -> Made | None:
     if work.options.get("sharded"):
         params = [*map(sharded, params)]
     made = [{**group, **peer.group} for group in groups(work, params)]
-    optimizer = peer.cls(work.optimizer)(made, **arguments)
+    optimizer = peer.made(peer.cls(work.optimizer), made, arguments)
     step = peer.step(optimizer)
     limit = limit_of(work)
     if limit is not None and not peer.clips(work.optimizer) and "scaler" not in work.options:
@@ -174,7 +174,9 @@ def started(name: str, make: Callable[[], Made | None], device: str, note: str =
 
 
 def held(holder: Any) -> int | None:
-    """Bytes of all tensors that an optimizer keeps for its parameters, each piece of memory once."""
+    """Bytes of all tensors that an optimizer, or some, keep for their parameters, each piece of memory once."""
+    if isinstance(holder, list) and all(isinstance(each, torch.optim.Optimizer) for each in holder):
+        return sum(held(each) or 0 for each in holder)
     if not isinstance(holder, torch.optim.Optimizer):
         return None
     pieces = {}

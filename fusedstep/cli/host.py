@@ -6,12 +6,13 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
 
+from . import noise
 from .loops import LOOPS, Call, Loop
 from .side import Side
 
@@ -165,28 +166,31 @@ def named(part: str, device: str) -> list[Loop]:
     return [loop for loop in LOOPS if part in loop.name]
 
 
-def run(part: str, device: str, rounds: int, progress: Callable[[Sequence[Loop]], Any] = iter) -> list[dict]:
-    """Every loop whose name contains `part`."""
-    results = []
-    for loop in progress(named(part, device)):
-        results.append(measure(loop, device, rounds))
+def run(loops: Iterable[Loop], device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    for loop in loops:
+        yield measure(loop, device, rounds)
         # garbage of this loop must not cost time in the next
         gc.collect()
-    return results
 
 
 def table(results: list[dict[str, Any]], device: str) -> Table:
-    view = Table(title=f"host time of a step in loops, {device}: microseconds, medians; ratio: peer / ours")
-    for column in ("loop", "timed", "ours", "torch fused", "ratio", "target", ""):
-        view.add_column(
-            column, justify="right" if column in ("ours", "torch fused", "ratio", "target") else "left"
-        )
+    view = Table(
+        title=f"host time of a step in loops, {device}: microseconds, medians; ±: quartiles; ratio: peer / ours"
+    )
+    for column in ("loop", "timed", "ours", "±", "torch fused", "±", "ratio", "target", ""):
+        view.add_column(column, justify="left" if column in ("loop", "timed", "") else "right")
     for r in results:
-        beside = ["", ""] if r["peer"] is None else [f"{r['peer']['median']:.1f}", f"{r['ratio']:.2f}"]
+        sides = [cell for side in (r["ours"], r["peer"]) for cell in _cells(side)]
+        ratio = "" if r["ratio"] is None else f"{r['ratio']:.2f}"
         target = "" if r["target"] is None else f"{r['target']:g}"
-        told = ["; ".join(filter(None, (verdict(r), r["note"])))]
-        view.add_row(r["loop"], r["timed"], f"{r['ours']['median']:.1f}", *beside, target, *told)
+        view.add_row(
+            r["loop"], r["timed"], *sides, ratio, target, "; ".join(filter(None, (verdict(r), r["note"])))
+        )
     return view
+
+
+def _cells(side: dict[str, Any] | None) -> list[str]:
+    return ["", ""] if side is None else [f"{side['median']:.1f}", noise.text_of(side)]
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -52,16 +52,13 @@ def _measure(work: Work, setup: Setup) -> dict[str, Any]:
     if work.dtype not in DTYPES:
         work = work._replace(dtype=dtype_of(params))
     row = {**_row(work), "tensors": len(params), "parameters": sum(p.numel() for p in params)}
-    trial = None
-    # a function is timed beside the class that is checked
-    if work.optimizer != "functional.adamw_":
-        trial = Trial(work, params)
-        wrong = trial.disagreement(ours)
-        if wrong:
-            return {**row, "wrong": wrong}
+    trial = Trial(work, params)
+    wrong = trial.disagreement(ours)
+    if wrong:
+        return {**row, "wrong": wrong}
     # kept for the next contender: some steps drop them
     grads = [p.grad for p in params]
-    first = started("ours", functools.partial(ours, work, params), setup.device)
+    first = started("ours", functools.partial(ours, work, params), setup.device, trial.note)
     assert first is not None
     others, left_out = _others(work, params, setup, trial, grads)
     steps: list[timing.Step] = [c.step for c in (first, *others)]
@@ -88,44 +85,51 @@ def _told(contender: Contender, times: timing.Times) -> dict[str, Any]:
 
 
 def _others(
-    work: Work, params: list[Any], setup: Setup, trial: Trial | None, grads: list[Any]
+    work: Work, params: list[Any], setup: Setup, trial: Trial, grads: list[Any]
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The peers that could be started, and why others could not."""
+    """The peers that could be started and are right, and why others are left out."""
     found: list[Contender] = []
     left_out: dict[str, str] = {}
-    peers = beside(work.optimizer, setup.device, (*work.peers, *setup.peers))
-    makes: dict[str, tuple[Callable[[], Made | None], Callable[[], str]]] = {
-        name: (functools.partial(ours, plain(work), params), lambda: "")
+    makes: dict[str, tuple[Callable[[], Made | None], Peer | None]] = {
+        name: (functools.partial(ours, plain(work), params), None)
         for name in work.peers
         if name.startswith("fusedstep.")
     }
-    for peer in peers:
-        told = functools.partial(_note, peer, work, params, trial)
-        makes[peer.name] = functools.partial(of_peer, peer, work, params), told
-    for name, (make, note) in makes.items():
+    for peer in beside(work.optimizer, setup.device, (*work.peers, *setup.peers)):
+        makes[peer.name] = functools.partial(of_peer, peer, work, params), peer
+    for name, (make, adapter) in makes.items():
         if not setup.wants(name):
             continue
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
         try:
-            made = started(name, make, setup.device, note())
-            found += [made] if made is not None else []
+            note, wrong = _looked_at(adapter, work, params, trial)
+            if wrong:
+                left_out[name] = f"disagrees with float64: {wrong}"
+                continue
+            made = started(name, make, setup.device, note)
         except Exception as error:  # out of memory, a compiler that is missing: every package has its own
             left_out[name] = f"{type(error).__name__}: {_first_line(error)}"
+            continue
+        if made is not None:
+            found.append(made)
+        elif setup.peers:
+            left_out[name] = "lacks one of these options, or stores states in another way"
     return found, left_out
 
 
-def _note(peer: Peer, work: Work, params: list[Any], trial: Trial | None) -> str:
-    """How a peer's work differs from ours, and whether its results do where they should not."""
+def _looked_at(peer: Peer | None, work: Work, params: list[Any], trial: Trial) -> tuple[str, str]:
+    """How a peer's work differs from ours, and how far it is off, if it is; None: our own class."""
+    if peer is None:
+        return "", Trial(plain(work), params).disagreement(ours)
     of_param = str(dtype_of_all(params)).removeprefix("torch.")
     its = stored(work, params)
     stores = peer.note(its, of_param)
     clips = limit_of(work) is not None and not peer.clips(work.optimizer)
-    notes = [stores, "with clip_grad_norm_" if clips else ""]
     # in 8 bits every implementation rounds differently
-    if not stores and its.states != INT8 and trial is not None:
-        notes.append(trial.disagreement(functools.partial(of_peer, peer), _PEERS_MAY_BE_OFF))
-    return ", ".join(filter(None, notes))
+    in_8_bits = its.states == INT8 and INT8 in peer.states
+    wrong = "" if in_8_bits else trial.disagreement(functools.partial(of_peer, peer), _PEERS_MAY_BE_OFF)
+    return ", ".join(filter(None, (stores, "with clip_grad_norm_" if clips else ""))), wrong
 
 
 def _first_line(error: Exception) -> str:

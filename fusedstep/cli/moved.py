@@ -25,6 +25,8 @@ def program_of(work: Work, of_param: torch.dtype | None = None) -> Any:
     p.grad = torch.ones_like(p)
     cls = getattr(fusedstep, name)
     options = {"lr": LR, "state_dtype": work.states, **known(cls, work.options), "engine": "torch"}
+    # how rows are cut, which its own may not be
+    options = {name: value for name, value in options.items() if name not in ("num_heads", "split_sizes")}
     optimizer = cls([p], **options)
     if "grad_scale" in work.options:
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(work.options["grad_scale"]), torch.tensor(0.0)
@@ -34,17 +36,29 @@ def program_of(work: Work, of_param: torch.dtype | None = None) -> Any:
 
 
 def bytes_per_parameter(work: Work, of_param: torch.dtype | None = None) -> float:
-    """Bytes that an update must move: all that every sweep of its program loads and stores."""
+    """Bytes that an update must move: what all sweeps of its program load and store, but for workspace."""
     program = program_of(work, of_param)
     sizes = [plane.dtype.itemsize / plane.block for plane in program.planes]
+    for staged in program.stages:
+        sizes[staged.source] = sizes[staged.target] = 0.0
     moved = [(*sweep.loads, *(place for place, _ in sweep.stores)) for sweep in program.sweeps]
     return sum(sizes[place] for places in moved for place in places)
 
 
+def _beside(work: Work, is_left_to_adamw: bool) -> Work:
+    """Muon's work, or AdamW's that Muon does for vectors."""
+    return work._replace(options={**work.options, "use_muon": False}) if is_left_to_adamw else work
+
+
 def bytes_moved(work: Work, params: list[Any]) -> float:
     """Bytes that a step of these parameters moves; the mean, if gradients come and go."""
-    sizes = {dtype: bytes_per_parameter(work, dtype) for dtype in {p.dtype for p in params}}
-    each = [sizes[p.dtype] * p.numel() for p in params]
+    kinds = [(p.dtype, work.optimizer == "Muon" and p.dim() < 2) for p in params]
+    # a complex number is two
+    sizes = {
+        kind: (1 + kind[0].is_complex) * bytes_per_parameter(_beside(work, kind[1]), kind[0])
+        for kind in {*kinds}
+    }
+    each = [sizes[kind] * p.numel() for kind, p in zip(kinds, params, strict=True)]
     chosen = with_gradients(work.model)
     if chosen is None:
         return sum(each)

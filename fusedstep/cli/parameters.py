@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedstep import Muon
+
+from .counting import groups_of
 from .factory import made
 from .shapes import MODELS
 from .works import DTYPES, Work
@@ -17,7 +20,8 @@ Shape = Sequence[int]
 
 def drawn(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """A parameter of random numbers, and its gradient."""
-    draw = lambda: torch.randn(shape, device=generator.device, generator=generator)
+    drawn_in = torch.complex64 if dtype.is_complex else torch.float32
+    draw = lambda: torch.randn(shape, device=generator.device, generator=generator, dtype=drawn_in)
     p = nn.Parameter((0.02 * draw()).to(dtype))
     p.grad = (0.01 * draw()).to(dtype)
     return p
@@ -39,9 +43,11 @@ def parameters(work: Work, device: str) -> list[Any]:
 
 
 def groups(work: Work, params: list[Any]) -> list[dict[str, Any]]:
-    """One group, or one for each parameter if the name of the model says so."""
+    """One group, or one for each parameter if the name of the model says so; for Muon by their dimensions."""
     if work.model.endswith("groups"):
-        return [{"params": [p]} for p in params]
+        return [group for p in params for group in groups(work._replace(model=""), [p])]
+    if work.optimizer == "Muon":
+        return groups_of(Muon, [("", p) for p in params])
     return [{"params": params}]
 
 

@@ -62,6 +62,10 @@ class Peer:
     only_asked: bool = False
     # further arguments, by how a row stores things
     storing: Callable[[Stored], dict[str, Any]] | None = None
+    # how it is made from groups and arguments
+    made: Callable[[Any, list[dict[str, Any]], dict[str, Any]], Any] = lambda cls, groups, arguments: cls(
+        groups, **arguments
+    )
     # how its step is called
     step: Callable[[Any], Callable[[], Any]] = lambda optimizer: optimizer.step
     # what the benchmark may do around its step

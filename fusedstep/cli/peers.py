@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from fusedstep import optimizers
 
 from .peer import AROUND, AS_PARAMETERS, FLOAT32, INT8, Class, Peer, Stored
+from .works import Work
 
 
 def named(*names: str, **fixed: Any) -> dict[str, Class]:
@@ -35,7 +38,21 @@ def _flash(stored: Stored) -> dict[str, Any]:
     return {"quantize": stored.states == INT8, "master_weight_bits": bits}
 
 
-_TORCH = [name for name in optimizers.__all__ if hasattr(torch.optim, name)]
+def _muon_and_adamw(cls: Any, groups: list[dict[str, Any]], arguments: dict[str, Any]) -> list[Any]:
+    """torch's Muon takes matrices only: AdamW steps the rest, as ours does."""
+    of_muon = lambda wanted: [p for g in groups if g.get("use_muon", True) == wanted for p in g["params"]]
+    same = {name: arguments[name] for name in ("lr", "eps", "weight_decay")}
+    adamw: Any = functools.partial(torch.optim.AdamW, **same, betas=(0.9, 0.95), fused=True)
+    kinds = (functools.partial(cls, **arguments), of_muon(True)), (adamw, of_muon(False))
+    return [make(params) for make, params in kinds if params]
+
+
+def _each(optimizers: list[Any]) -> Callable[[], Any]:
+    steps = [optimizer.step for optimizer in optimizers]
+    return lambda: [step() for step in steps]
+
+
+_TORCH = [name for name in optimizers.__all__ if hasattr(torch.optim, name) and name != "Muon"]
 _FUSED = [name for name in _TORCH if "fused" in inspect.signature(getattr(torch.optim, name)).parameters]
 # fused for the CPU only
 _ON_GPU = [name for name in _FUSED if name != "Adagrad"]
@@ -56,6 +73,7 @@ PEERS = [
     Peer("torch fused", "torch.optim", named(*_ON_GPU, fused=True), devices=_GPU, around=AROUND),
     # the fastest that torch has of its other classes
     Peer("torch loop", "torch.optim", named(*_NOT_FUSED, foreach=False), devices=_CPU),
+    Peer("torch loop", "torch.optim", named("Muon"), made=_muon_and_adamw, step=_each),
     Peer("torch foreach", "torch.optim", named(*_NOT_ON_GPU, foreach=True), devices=_GPU),
     Peer("torch foreach", "torch.optim", named(*_ON_GPU, foreach=True), devices=_GPU, only_asked=True),
     Peer("torch foreach", "torch.optim", named(*_TORCH, foreach=True), devices=_CPU, only_asked=True),
@@ -175,6 +193,31 @@ def add_path(folder: Path | None) -> None:
     checkouts = [p.parent.parent for p in base.glob("*/*/__init__.py") if p.parent.name == p.parent.parent.name]
     inside = [str(p) for p in checkouts if not (p / "__init__.py").exists()]
     sys.path[:0] = [path for path in (*inside, str(base)) if path not in sys.path]
+
+
+def check_asked(asked: Sequence[str], works: Sequence[Work], device: str) -> None:
+    """Refuse parts of names of which no peer can be timed here beside any of these works."""
+    optimizers_of = {work.optimizer for work in works}
+    for part in asked:
+        # ours may be its own peer
+        if part == "all" or any(part in name for work in works for name in work.peers if "fusedstep" in name):
+            continue
+        found = [peer for peer in PEERS if part in peer.name]
+        here = [peer for peer in found if device in peer.devices]
+        if not found:
+            names = ", ".join(dict.fromkeys(peer.name for peer in PEERS))
+            message = f"found {part!r}; use a part of one of these names: {names}; or all"
+        elif all(peer.why_not(device) for peer in here):
+            told = {peer.name: f"{peer.name} ({peer.why_not(device)})" for peer in here or found}
+            message = (
+                f"found {part!r}: {', '.join(told.values())} cannot be timed here; see fusedstep bench --peers"
+            )
+        elif not any(optimizers_of & peer.classes.keys() for peer in here):
+            has = ", ".join(sorted({name for peer in here for name in peer.classes}))
+            message = f"found {part!r}, which has no {', '.join(sorted(optimizers_of))}; it has {has}"
+        else:
+            continue
+        raise typer.BadParameter(message, param_hint="--peer")
 
 
 def beside(optimizer: str, device: str, asked: Sequence[str]) -> list[Peer]:

@@ -1,16 +1,15 @@
-"""What `fusedstep bench` shows of a result: tables, a picture, and a page that is complete in itself."""
+"""What `fusedstep bench` shows of a result: tables, and a picture."""
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
+from . import noise
 from .peers import PEERS
 from .works import text_of
 
@@ -32,11 +31,21 @@ class Bar(NamedTuple):
     wall: float
     memory: int | None
     note: str
+    # how far quartiles are from the median, as text
+    spread: str = ""
 
     @staticmethod
     def of(name: str, found: dict[str, Any]) -> Bar:
         wall = found.get("wall", found["device"])
-        return Bar(name, found["device"], found["host"], wall, found.get("memory"), found.get("note", ""))
+        return Bar(
+            name,
+            found["device"],
+            found["host"],
+            wall,
+            found.get("memory"),
+            found.get("note", ""),
+            noise.text_of(found),
+        )
 
 
 def milliseconds(found: float) -> str:
@@ -56,8 +65,22 @@ def trouble_of(row: dict[str, Any]) -> str:
 
 def bars_of(row: dict[str, Any]) -> list[Bar]:
     """Ours first, then the others from fast to slow."""
-    others = [Bar.of(name, found) for name, found in row["peers"].items()]
+    others = [Bar.of(name, found) for name, found in row["peers"].items() if not _disagrees(found)]
     return [Bar.of("fusedstep", row["ours"]), *sorted(others, key=lambda bar: bar.device)]
+
+
+def left_out_of(row: dict[str, Any]) -> dict[str, str]:
+    """Peers that are not shown, and why."""
+    wrong = {name: found["note"] for name, found in row["peers"].items() if _disagrees(found)}
+    return {
+        **{name: f"disagrees with float64: {note}" for name, note in wrong.items()},
+        **row.get("left_out", {}),
+    }
+
+
+def _disagrees(found: dict[str, Any]) -> bool:
+    """Earlier results have times of peers that were wrong, with a note."""
+    return "off by" in found.get("note", "")
 
 
 def bytes_of(row: dict[str, Any], result: dict[str, Any]) -> float | None:
@@ -67,7 +90,12 @@ def bytes_of(row: dict[str, Any], result: dict[str, Any]) -> float | None:
     return row["limit"] * result["copy_bandwidth"] if "limit" in row else None
 
 
-def _size(count: float | None) -> str:
+def in_digits(value: float) -> str:
+    """With two digits at least."""
+    return f"{value:.0f}" if value >= 9.95 else f"{value:#.2g}"
+
+
+def size_of(count: float | None) -> str:
     if count is None:
         return ""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
@@ -76,15 +104,17 @@ def _size(count: float | None) -> str:
 def table(result: dict[str, Any]) -> Table:
     """A line for each side of each row."""
     on_cpu = "threads" in result
-    names = ["model", "optimizer, dtype", "", "ms", "x", "of the limit", "GB/s", "memory", "note"]
+    names = ["model", "optimizer, dtype", "", "ms", "±", "x", "of the limit", "GB/s", "memory", "note"]
     if not on_cpu:
-        names[3:4], names[7:7] = ["device"], ["host", "in a row"]
+        names[3:4], names[8:8] = ["device"], ["host", "in a row"]
     of_memory = "what states take" if on_cpu else "the most that making it and two steps allocated"
     captions = [f"memory: {of_memory}", _caption_of_limit(result)]
     if on_cpu and any(_is_beyond(row) for row in result["results"]):
         captions.append("above 100 %: tensors that fit into caches, more reads than writes, or noise")
+    if any(row["optimizer"] == "Muon" for row in result["results"]):
+        captions.append("Muon: the limit leaves out products of matrices, which take most of its time")
     view = Table(
-        title="milliseconds a step, medians; x: times ours; limit: what moving the same bytes takes",
+        title="milliseconds a step: medians; ±: quartiles; x: times ours; limit: moving the same bytes alone",
         caption="\n".join(filter(None, captions)),
         caption_justify="left",
     )
@@ -99,7 +129,7 @@ def table(result: dict[str, Any]) -> Table:
         for bar in bars_of(row):
             view.add_row(*head, *_cells(bar, row, result, on_cpu))
             head = ["", ""]
-        for name, why in row.get("left_out", {}).items():
+        for name, why in left_out_of(row).items():
             view.add_row("", "", name, *[""] * (len(names) - 4), escape(f"left out: {why}"), style="dim")
     return view
 
@@ -110,7 +140,7 @@ def copy_speeds(result: dict[str, Any]) -> list[float]:
     return found or ([result["copy_bandwidth"]] if "copy_bandwidth" in result else [])
 
 
-def _speed(result: dict[str, Any]) -> str:
+def speed_of(result: dict[str, Any]) -> str:
     """As gigabytes a second."""
     found = [f"{bandwidth / 1e6:,.1f}" for bandwidth in sorted(copy_speeds(result))]
     return f"{' to '.join(dict.fromkeys([found[0], found[-1]]))} GB/s" if found else ""
@@ -119,7 +149,7 @@ def _speed(result: dict[str, Any]) -> str:
 def _caption_of_limit(result: dict[str, Any]) -> str:
     if not copy_speeds(result):
         return ""
-    told = f"limit: a plain pass over memory moved {_speed(result)}"
+    told = f"limit: a plain pass over memory moved {speed_of(result)}"
     slow, fast = min(copy_speeds(result)), max(copy_speeds(result))
     changed = fast > _MOVED * slow
     return told + "; it changed while rows were timed: compare times within a row" * changed
@@ -132,10 +162,20 @@ def _is_beyond(row: dict[str, Any]) -> bool:
 def _cells(bar: Bar, row: dict[str, Any], result: dict[str, Any], on_cpu: bool) -> list[str]:
     count = bytes_of(row, result)
     limit = f"{100 * row['limit'] / bar.device:.1f} %" if "limit" in row else ""
-    speed = "" if count is None else f"{count / bar.device / 1e6:.0f}"
+    speed = "" if count is None else in_digits(count / bar.device / 1e6)
     times = [] if on_cpu else [f"{bar.host:.3f}", f"{bar.wall:.3f}"]
     ratio = f"{bar.device / row['ours']['device']:.2f}"
-    return [bar.name, f"{bar.device:.3f}", ratio, limit, speed, *times, _size(bar.memory), escape(bar.note)]
+    return [
+        bar.name,
+        f"{bar.device:.3f}",
+        bar.spread,
+        ratio,
+        limit,
+        speed,
+        *times,
+        size_of(bar.memory),
+        escape(bar.note),
+    ]
 
 
 def table_of_peers(device: str) -> Table:
@@ -178,7 +218,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
     columns = min(2, len(rows))
     lines = -(-len(rows) // columns)
-    tallest = max(len(row["peers"]) + 1 for row in rows)
+    tallest = max(len(bars_of(row)) for row in rows)
     size = (5.5 * columns, 0.9 + lines * (0.8 + 0.27 * tallest))
     figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, row in zip(axes.flat, rows, strict=False):
@@ -195,10 +235,10 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def shown_in_picture(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with the most peers, a few of each optimizer, in the order of the table."""
-    timed = [row for row in rows if not trouble_of(row) and row["peers"]]
+    timed = [row for row in rows if not trouble_of(row) and len(bars_of(row)) > 1]
     chosen: dict[str, dict[str, Any]] = {}
     taken: Counter[str] = Counter()
-    for row in sorted(timed, key=lambda row: -len(row["peers"])):
+    for row in sorted(timed, key=lambda row: -len(bars_of(row))):
         if title_of(row) not in chosen and taken[row["optimizer"]] < _OF_ONE_OPTIMIZER:
             chosen[title_of(row)] = row
             taken[row["optimizer"]] += 1
@@ -230,80 +270,3 @@ def _panel(axes: Any, row: dict[str, Any]) -> None:
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{row['model']}: {title_of(row)}", fontsize=9, loc="left")
-
-
-def page(result: dict[str, Any]) -> str:
-    """All of a result as one file of HTML, in light and dark, with its own style and no requests."""
-    style = Path(__file__).with_name("report.css").read_text()
-    where = html.escape(f"{result['device']}, torch {result['torch']}")
-    models: dict[str, list[dict[str, Any]]] = {}
-    for row in result["results"]:
-        models.setdefault(row["model"], []).append(row)
-    body = "\n".join(_section(model, rows, result) for model, rows in models.items())
-    links = " · ".join(f'<a href="#{html.escape(m)}">{html.escape(m)}</a>' for m in models)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>fusedstep bench: {where}</title><style>{style}</style></head><body>
-<h1>How long does an optimizer step take?</h1>
-<p>Measured on <b>{where}</b> by <code>fusedstep bench</code>: each bar is one step of one implementation, over
-all parameters of a model, in milliseconds (medians; all took turns in one run). <b>Shorter is better.</b></p>
-<p>The <span class="line">dashed line</span> is the physical limit: the bytes that the step must read and write,
-at the speed of a plain pass over memory on this machine{_in_brackets(_speed(result))}. {_of_light(result)}
-Every case was first compared with float64; one that disagrees has no times here.</p>
-{_facts(result)}
-<nav>{links}</nav>
-{body}
-</body></html>
-"""
-
-
-def _of_light(result: dict[str, Any]) -> str:
-    if "threads" in result:
-        return "Models that fit into the processor's caches can be faster than that."
-    return "The light part of a bar is what a loop of nothing but steps takes where the host is the slower one."
-
-
-def _in_brackets(text: str) -> str:
-    return f" ({text})" if text else ""
-
-
-def _facts(result: dict[str, Any]) -> str:
-    told = {name: value for name, value in result.items() if isinstance(value, str)}
-    told.update({f"peer {name}": version or "found" for name, version in result.get("peers", {}).items()})
-    cells = "".join(f"<tr><th>{html.escape(n)}</th><td>{html.escape(v)}</td></tr>" for n, v in told.items())
-    return f"<details><summary>Versions and machine</summary><table>{cells}</table></details>"
-
-
-def _section(model: str, rows: list[dict[str, Any]], result: dict[str, Any]) -> str:
-    first = rows[0]
-    size = ""
-    if "tensors" in first:
-        size = (
-            f" <small>{first['tensors']:,} tensors, {first['parameters'] / 1e6:,.1f} million parameters</small>"
-        )
-    head = f'<h2 id="{html.escape(model)}">{html.escape(model)}{size}</h2>'
-    return head + "".join("".join(_figure(row, result)) for row in rows)
-
-
-def _figure(row: dict[str, Any], result: dict[str, Any]) -> Iterator[str]:
-    yield f"<figure><figcaption>{html.escape(title_of(row))}</figcaption>"
-    if trouble_of(row):
-        yield f'<p class="wrong">{html.escape(trouble_of(row))}</p></figure>'
-        return
-    scale = scale_of(row)
-    limit = f"{100 * row['limit'] / scale:.2f}%" if "limit" in row else "-1%"
-    for i, bar in enumerate(bars_of(row)):
-        device, wall = (f"{min(100.0, 100 * ms / scale):.2f}%" for ms in (bar.device, bar.wall))
-        cut = " cut" if bar.device > scale else ""
-        share = f"{100 * row['limit'] / bar.device:.0f} % of the limit" if "limit" in row else ""
-        others = f"host {milliseconds(bar.host)}, in a row {milliseconds(bar.wall)}"
-        others = "" if "threads" in result else others
-        memory = "" if bar.memory is None else f"{_size(bar.memory)} of memory"
-        ratio = f"{bar.device / row['ours']['device']:.2f} times ours" if i else ""
-        told = ", ".join(filter(None, (ratio, share, others, memory, bar.note)))
-        yield f"""<div class="row{" ours" if i == 0 else ""}"><span class="name">{html.escape(bar.name)}</span>
-<span class="track"><i class="wall" style="width:{wall}"></i><i class="bar{cut}" style="width:{device}"></i>
-<i class="limit" style="left:{limit}"></i></span><span class="ms">{milliseconds(bar.device)}</span>
-<span class="told">{html.escape(told)}</span></div>"""
-    left_out = "; ".join(f"{name}: {why}" for name, why in row.get("left_out", {}).items())
-    yield f"<p class='told'>left out: {html.escape(left_out)}</p></figure>" if left_out else "</figure>"

@@ -1,6 +1,6 @@
 """What `fusedstep check` checks: every optimizer, with options that together reach all that it computes.
 
-A new optimizer needs an entry in `OPTIONS`, and a class of its name in references.py unless torch.optim has
+A new optimizer needs an entry in `OPTIONS`, and a class of its name in `references` unless torch.optim has
 one.
 """
 
@@ -282,7 +282,7 @@ _NAMES = {
 
 
 def reference_of(name: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """torch.optim's class, where it has one that takes these options; else that of references.py."""
+    """torch.optim's class, where it has one that takes these options; else that of `references`."""
     plain = _NAMES.get(name, name.rpartition(".")[2])
     if options.get("use_muon") is False:
         return references.BesideMuon

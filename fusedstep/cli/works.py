@@ -129,6 +129,8 @@ GPU += [Work(model, o, k, "bf16", p) for model in ("bert-large", "llama-1b") for
 CPU += [Work("bert-base", o, k, "bf16", p) for o, k, p in _STORED]
 CPU += [Work("bert-base", "AdamW", {"state_dtype": "int8"}, "fp32", ("fusedstep.AdamW",))]
 GPU += [Work(model, o, k, "fp32", p) for model in ("bert-large", "llama-1b") for o, k, p in _FAMILY]
+# beside torch's alone: microsoft/dion's has coefficients of its own, and so other results
+GPU += [Work(model, "Muon", {}, "bf16") for model in ("bert-large", "llama-1b")]
 CPU += [Work("bert-base", o, k, "fp32", p) for o, k, p in _FAMILY]
 GPU += [
     Work(model, "AdamW", {}, dtype)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fusedstep.cli import report, works
+from fusedstep.cli import asked, bench, report, works
 from fusedstep.cli.__main__ import app
 from fusedstep.cli.contender import stored
 from fusedstep.cli.moved import bytes_per_parameter
+from fusedstep.cli.page import page
 from fusedstep.cli.works import CPU, GPU
 
 from .bench_runs import ROOT, a_tiny_model, quick, result_of, row_of, rows_of, run, words_of  # noqa: F401
@@ -50,6 +51,39 @@ def test_a_part_does_not_replace_the_whole(tmp_path):
     assert len([*tmp_path.glob("cpu-*1000-x-64-SGD*.json")]) == 2
 
 
+def test_rows_are_left_in_the_folder_as_they_come_and_told_in_a_log(tmp_path, monkeypatch, tiny):
+    real, seen = bench.measure, []
+
+    def until_the_second(work, setup):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(work)
+        return real(work, setup)
+
+    monkeypatch.setattr(bench, "measure", until_the_second)
+    done = run("--model", tiny, "--optimizer", "Lion", "--optimizer", "SGD", "--output", str(tmp_path))
+    assert done.exit_code != 0
+    (path,) = tmp_path.glob("*.json")
+    assert [row["optimizer"] for row in rows_of(path)] == ["Lion"]
+    assert "timing 1 of 2: tiny Lion() fp32" in done.output
+    assert "timing 2 of 2: tiny SGD() fp32" in done.output
+
+
+def test_a_place_that_nothing_can_be_left_at_is_refused_before_anything_is_timed(tmp_path, monkeypatch, tiny):
+    monkeypatch.setattr(bench, "measure", lambda work, setup: pytest.fail("it was timed"))
+    file = tmp_path / "a"
+    file.write_text("")
+    for args, message in (
+        (("--output", file), "it is a file; use a folder of your own"),
+        (("--output", file / "b"), "nothing can be written into"),
+        (("--json", tmp_path), "is a folder; name a file in it"),
+        (("--json", file / "b"), "it is a file"),
+    ):
+        done = run("--model", tiny, *map(str, args))
+        assert done.exit_code == 2
+        assert message in words_of(done)
+
+
 def test_a_raw_result_is_shown_again(tmp_path):
     reference = ROOT / "benchmarks" / "cuda-nvidia-h200.json"
     done = run("--read", str(reference), "--only", "resnet-50 AdamW", "--output", str(tmp_path))
@@ -64,8 +98,8 @@ def test_a_raw_result_is_shown_again(tmp_path):
 
 def test_the_report_asks_for_nothing_and_says_all():
     wrong = {**row_of("<other>"), "wrong": "off by 1"}
-    page = report.page(result_of(row_of(left_out={"apex": "OutOfMemoryError: <b>"}), wrong))
-    assert not re.search(r"https?:|src=|@import|url\(|<script", page)
+    text = page(result_of(row_of(left_out={"apex": "OutOfMemoryError: <b>"}), wrong))
+    assert not re.search(r"https?:|src=|@import|url\(|<script", text)
     for told in (
         "AdamW(), fp32",
         "50 % of the limit",
@@ -74,12 +108,12 @@ def test_the_report_asks_for_nothing_and_says_all():
         "WRONG: off by 1",
         "&lt;b&gt;",
     ):
-        assert told in page
-    assert "&lt;other&gt;" in page
-    assert "prefers-color-scheme: dark" in page
+        assert told in text
+    assert "&lt;other&gt;" in text
+    assert "prefers-color-scheme: dark" in text
     # timm's bar is cut: five times ours is the whole width
-    assert page.count('class="bar cut"') == 1
-    assert "left:10.00%" in page
+    assert text.count('class="bar cut"') == 1
+    assert "left:10.00%" in text
 
 
 def test_the_speed_of_memory_is_said_and_whether_it_changed():
@@ -90,7 +124,7 @@ def test_the_speed_of_memory_is_said_and_whether_it_changed():
     assert "changed" not in steady.caption
     moved = result_of(copied(1.0), copied(1.5))
     assert "13.3 to 20.0 GB/s; it changed while rows were timed" in report.table(moved).caption
-    assert "(13.3 to 20.0 GB/s)" in report.page(moved)
+    assert "(13.3 to 20.0 GB/s)" in page(moved)
 
 
 def test_what_is_beyond_the_limit_is_explained_where_there_is_some():
@@ -188,6 +222,9 @@ def test_storage_and_engine_are_options(tiny, tmp_path):
     assert row["options"] == {"state_dtype": "int8", "master": "split", "engine": "torch"}
 
 
+WHY = "Triton runs on CPU tensors only in its interpreter"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -200,6 +237,14 @@ def test_storage_and_engine_are_options(tiny, tmp_path):
         (("--only", "hosts"), "use host (loops), cold (new processes)"),
         (("--only", "x", "--optimizer", "Lion"), "'x'; use a part of 'bert-base Lion() fp32'"),
         (("--option", "momentum=0.9"), "found --option alone"),
+        (("--only", "host", "--model", "moe"), "found --model beside --only host, which would ignore it"),
+        (
+            ("--only", "cold AdamW", "--dtype", "bf16", "--peer", "timm"),
+            "found --dtype and --peer beside --only",
+        ),
+        (("--read", "a.json", "--optimizer", "Lion"), "found --optimizer beside --read"),
+        (("--optimizer", "Lion", "--engine", "triton"), "triton does not run on cpu: Triton runs on CPU"),
+        (("--optimizer", "Lion", "--option", "engine=triton"), "triton does not run on cpu"),
         (("--optimizer", "SGD", "--option", "momentu=0.9"), "SGD got an unexpected keyword argument 'momentu'"),
         (("--optimizer", "SGD", "--option", "momentum"), "use name=value"),
         (("--optimizer", "SGD", "--option", "lr=-1"), "-1"),
@@ -210,7 +255,9 @@ def test_storage_and_engine_are_options(tiny, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(args, message, tmp_path):
+def test_what_cannot_be_is_refused(args, message, tmp_path, monkeypatch):
+    # it may be set, for tests of that engine
+    monkeypatch.setattr(asked._engines, "load", lambda name, device: (None, WHY if name == "triton" else None))
     done = run(*args, "--output", str(tmp_path))
     assert done.exit_code == 2
     assert message in words_of(done)

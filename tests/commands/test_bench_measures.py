@@ -1,5 +1,6 @@
 """What `fusedstep bench` counts, and what it does with a result that is wrong."""
 
+import re
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ from fusedstep.cli.shapes import MODELS, with_gradients
 from fusedstep.cli.timing import _elements as elements_to_copy
 from fusedstep.cli.works import GPU, Work
 
-from .bench_runs import ON_CPU, a_tiny_model, quick, rows_of, run  # noqa: F401
+from .bench_runs import ON_CPU, a_tiny_model, quick, result_of, rows_of, run  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,8 @@ from .bench_runs import ON_CPU, a_tiny_model, quick, rows_of, run  # noqa: F401
         ("Lamb", {}, "bf16", 24),
         ("BertAdam", {}, "fp32", 32),
         ("functional.adamw_", {}, "fp32", 28),
+        # no workspace
+        ("Muon", {}, "fp32", 20),
     ],
 )
 def test_bytes_that_must_move(optimizer, options, dtype, count):
@@ -241,7 +244,7 @@ def test_a_row_that_fails_is_said(tiny):
     assert report.trouble_of(found).startswith("FAILED: ValueError")
 
 
-def test_a_peer_that_differs_is_noted_and_one_that_fails_is_left_out(tiny, monkeypatch):
+def test_a_peer_that_disagrees_and_one_that_fails_are_left_out(tiny, monkeypatch):
     class Other(torch.optim.AdamW):
         def __init__(self, params, lr):
             super().__init__(params, lr, weight_decay=0.5)
@@ -256,5 +259,18 @@ def test_a_peer_that_differs_is_noted_and_one_that_fails_is_left_out(tiny, monke
     extra = [Peer(name, "others", {"AdamW": (name, {})}) for name in ("Other", "Broken")]
     monkeypatch.setattr(peers, "PEERS", extra)
     found = measure.measure(Work(tiny, "AdamW", {}, "fp32"), ON_CPU)
-    assert "off by" in found["peers"]["Other"]["note"]
-    assert found["left_out"] == {"Broken": "RuntimeError: no such kernel"}
+    assert found["peers"] == {}
+    wrong, broken = found["left_out"]["Other"], found["left_out"]["Broken"]
+    assert re.match(r"disagrees with float64: off by \S+ after 3 steps, \S+ is allowed", wrong)
+    assert broken == "RuntimeError: no such kernel"
+    # nobody waits for a time that will not come
+    shown = report.table(result_of(found))
+    assert [*shown.columns[2].cells] == ["fusedstep", "Other", "Broken"]
+    assert "left out: disagrees with float64: off by" in [*shown.columns[-1].cells][1]
+
+
+def test_a_peer_that_was_asked_for_and_lacks_an_option_is_said(tiny):
+    work = Work(tiny, "AdamW", {"cautious": True}, "fp32")
+    assert "left_out" not in measure.measure(work, ON_CPU)
+    found = measure.measure(work, ON_CPU._replace(peers=("fused",)))
+    assert found["left_out"] == {"torch fused": "lacks one of these options, or stores states in another way"}

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import sys
 
 import pytest
@@ -11,17 +12,18 @@ from torch import nn
 import fusedstep
 from fusedstep.cli import measure, peers
 from fusedstep.cli.contender import of_peer
+from fusedstep.cli.page import page
 from fusedstep.cli.parameters import parameters
 from fusedstep.cli.peer import AS_PARAMETERS, INT8, Peer, Stored
 from fusedstep.cli.right import Trial
 from fusedstep.cli.works import Work
 
-from .bench_runs import ON_CPU, a_tiny_model, quick, run  # noqa: F401
+from .bench_runs import ON_CPU, a_tiny_model, quick, run, words_of  # noqa: F401
 
 
 def cases_of_peers():
     for peer in peers.PEERS:
-        # Muon takes no vectors
+        # torch's Muon is two optimizers, and has a test of its own
         for name in (c for c in peer.classes if c != "Muon") if not peer.why_not("cpu") else ():
             yield pytest.param(peer, name, id=f"{peer.name}-{name}")
 
@@ -86,6 +88,50 @@ def test_peers_are_listed_with_why_others_were_not_found():
     assert done.exit_code == 0
     assert "torch fused" in done.output
     assert "for cuda only" in done.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--peer", "bogus"), "found 'bogus'; use a part of one of these names: torch fused, torch loop"),
+        (("--peer", "fused", "--peer", "bogus"), "found 'bogus'"),
+        (("--peer", "apex"), "found 'apex': apex (for cuda only) cannot be timed here"),
+        (
+            ("--peer", "absent"),
+            "found 'absent': absent (not installed) cannot be timed here; see fusedstep bench",
+        ),
+        (("--peer", "loop"), "found 'loop', which has no AdamW; it has ASGD, Adadelta"),
+    ],
+)
+def test_a_peer_that_cannot_be_timed_is_refused(args, message, tiny, monkeypatch):
+    absent = Peer("absent", "package_that_is_absent", {"AdamW": ("AdamW", {})})
+    monkeypatch.setattr(peers, "PEERS", [*peers.PEERS, absent])
+    done = run("--model", tiny, *args)
+    assert done.exit_code == 2
+    assert message in words_of(done)
+
+
+def test_only_peers_that_were_timed_are_listed_in_a_result(tiny, tmp_path):
+    done = run("--model", tiny, "--peer", "foreach", "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["peers"] == {"torch foreach": torch.__version__}
+    told = page({**found, "peers": {"apex": "0.1", **found["peers"]}})
+    assert "peer torch foreach" in told
+    assert "apex" not in told
+
+
+def test_torchs_muon_is_timed_with_adamw_for_what_it_leaves(tiny):
+    work = Work(tiny, "Muon", {}, "fp32")
+    found = measure.measure(work, ON_CPU)
+    assert [*found["peers"]] == ["torch loop"]
+    assert found["bytes"] == 20 * 15 + 28 * 7
+    # momentum of the matrix, moments and steps of the vector
+    assert found["peers"]["torch loop"]["memory"] == 4 * 15 + 2 * 4 * 7 + 4
+    trial, (peer,) = Trial(work, parameters(work, "cpu")), peers.beside("Muon", "cpu", ())
+    other = work._replace(options={"nesterov": False})
+    assert trial.disagreement(functools.partial(of_peer, peer), 16) == ""
+    assert "off by" in trial.disagreement(lambda work, params: of_peer(peer, other, params), 16)
 
 
 def test_those_that_take_long_come_only_when_asked(tiny):

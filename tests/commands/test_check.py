@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,12 @@ def test_every_rule_of_every_class_has_a_subject():
 
 
 def test_references_share_nothing_with_the_library():
-    source = Path(subjects.references.__file__).read_text()
-    assert "fusedstep" not in source.replace("fusedstep check", "")
-    assert "from ." not in source
+    files = [*Path(subjects.references.__file__).parent.glob("*.py")]
+    assert len(files) > 3
+    for source in (file.read_text() for file in files):
+        assert "fusedstep" not in source.replace("fusedstep check", "")
+        # only each other
+        assert not re.search(r"from \.\.|from \. ", source)
 
 
 def test_every_two_values_that_go_together_are_in_one_combination():
@@ -96,6 +100,10 @@ def test_right_combinations_are_green_and_left_behind_as_data(tmp_path):
     done = run("--optimizer", "lion", "--device", "cpu", "--engine", "torch", "--json", str(path))
     assert done.exit_code == 0, done.output
     assert "combinations are right" in done.output
+    # what a log shows while it runs
+    told = re.findall(r"^checking (\d+) of (\d+)$", done.output, re.MULTILINE)
+    assert len(told) == 10
+    assert told[-1][0] == told[-1][1]
     found = json.loads(path.read_text())
     assert found["torch"] == torch.__version__
     assert {row["optimizer"] for row in found["results"]} == {"Lion"}
@@ -103,10 +111,13 @@ def test_right_combinations_are_green_and_left_behind_as_data(tmp_path):
     assert not any(row["problems"] for row in found["results"])
 
 
-@pytest.mark.parametrize("engine", ["cpu", "torch"])
-def test_one_engine_alone_may_be_checked(engine):
-    cases = pairs([Place(engine, "cpu")], subjects.SUBJECTS)
-    assert {case.place.engine for case in cases} == {engine}
+CPU, GPU = [Place("torch", "cpu"), Place("cpu", "cpu")], [Place("torch", "cuda"), Place("triton", "cuda")]
+
+
+@pytest.mark.parametrize("where", [[CPU[0]], [CPU[1]], CPU, [GPU[0]], [GPU[1]], GPU, CPU + GPU], ids=str)
+def test_any_engines_may_be_checked(where):
+    cases = pairs(where, subjects.SUBJECTS)
+    assert {case.place for case in cases} == {*where}
     assert all(case.makes_sense for case in cases)
 
 
@@ -181,6 +192,9 @@ def _cut_off(bits, x):
         (["--engine", "cuda"], "use one of"),
         (["--engine", "cpu", "--optimizer", "plain numbers"], "nothing to check of plain numbers"),
         (["--optimizer", "soap"], "there is no optimizer 'soap'"),
+        (["--case", "bogus"], "no such combination: 'bogus'; name an optimizer with its number, a dtype"),
+        (["--case", "AdamW.1 float32 cpu"], "no such combination"),
+        (["--case", "AdamW.1 float32 cpu@cpu clip"], "no such combination"),
         (["--case", "AdamW.9 float32 cpu@cpu"], "no such combination"),
         (["--case", "AdamW.1 float32 cpu@cpu clip=maybe"], "no such combination"),
         (["--case", "AdamW.1 float32 cpu@cpu storage=split"], "does not go together"),
