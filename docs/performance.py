@@ -63,7 +63,8 @@ def fastest(row, package=""):
 def others(row):
     """Their names and times, with what they say of themselves."""
     notes = {name: f" ({note})" for name, note in row.notes.items()}
-    told = (f"{name} {ms(time)}{notes.get(name, '')}" for name, time in row.others.items())
+    told = [f"{name} {ms(time)}{notes.get(name, '')}" for name, time in row.others.items()]
+    told += [f"{name} left out: {note}" for name, note in row.wrong.items()]
     return ", ".join(told)
 
 

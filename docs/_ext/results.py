@@ -51,9 +51,14 @@ class Row(NamedTuple):
 
     @property
     def others(self):
-        """Peers that are not our own classes, fastest first."""
+        """Peers that are not our own classes, and whose results are right, fastest first."""
         named = ((name, ms) for name, ms in self.peers.items() if not name.startswith("fusedstep."))
-        return dict(sorted(named, key=lambda pair: pair[1]))
+        return dict(sorted(((n, ms) for n, ms in named if n not in self.wrong), key=lambda pair: pair[1]))
+
+    @property
+    def wrong(self):
+        """By how much peers are off whose results disagree with float64."""
+        return {name: note for name, note in self.notes.items() if note.startswith("off by")}
 
 
 def _text(value):
