@@ -106,6 +106,7 @@ def words(p, g, a, b, rate, *, step, numel, lr, low, high):
     b = b + maximum(a, g) * minimum(p, g) + sign(g) * (1 / (3 - a)) + (1 - g) - +(-g)
     for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
         b = b + k * where(condition, 1.0, 0.0) if k % 2 else b + condition * (k / 2) + (k / 2) * condition
+    b = b + where(p > 0, g > a, g <= a)
     # whole powers of numbers below 0
     b = b + 0.1 * g**2 - 0.1 * g**3 + 0.1 * tanh(g) ** 5 + 0.1 * (-1) ** step
     size = report("trust_ratio", sqrt(total(g * g)) / numel) + 0.01 * total_over_all(abs(g))

@@ -113,6 +113,7 @@ class Words(Reference):
         b = b + torch.maximum(a, g) * torch.minimum(p, g) + g.sign() * (1 / (3 - a)) + (1 - g) - (-g)
         for condition, k in ((g < a, 1), (g <= 0, 2), (g > low, 3), (g >= 0.0, 4), (g == 0, 5), (g != 0, 6)):
             b = b + k * condition.to(b.dtype)
+        b = b + ((p > 0) == (g > a)).to(b.dtype)
         b = b + 0.1 * g.square() - 0.1 * g * g * g + 0.1 * torch.tanh(g) ** 5 + (0.1 if t % 2 == 0 else -0.1)
         rate, s["b"], s["rate"] = s["rate"], b, torch.full_like(p, lr)
         size = g.square().sum().sqrt() / max(g.numel(), 1)
