@@ -1,5 +1,6 @@
 """What tests of `fusedstep bench` share: the command, few samples, a small model, results as it leaves them."""
 
+import atexit
 import json
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fusedstep.cli import timing
+from fusedstep.cli import sharded, timing
 from fusedstep.cli.__main__ import app
 from fusedstep.cli.measure import Setup
 from fusedstep.cli.shapes import MODELS
@@ -25,6 +26,16 @@ def quick(monkeypatch):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_no_process_group():
+    """A step of DTensors starts one for the rest of its process, where other tests want their own."""
+    yield
+    if torch.distributed.is_initialized():
+        atexit.unregister(torch.distributed.destroy_process_group)
+        torch.distributed.destroy_process_group()
+        sharded._mesh.cache_clear()
 
 
 @pytest.fixture(name="tiny")

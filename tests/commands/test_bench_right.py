@@ -11,7 +11,14 @@ from fusedstep.cli.right import Trial
 from fusedstep.cli.works import CPU, DTYPES, GPU, Work
 from fusedstep.rules import fma, mix, rule, sign
 
-from .bench_runs import ON_CPU, a_tiny_model, quick, run, words_of  # noqa: F401
+from .bench_runs import (  # noqa: F401
+    ON_CPU,
+    a_tiny_model,
+    leaves_no_process_group,
+    quick,
+    run,
+    words_of,
+)
 
 WORKS = {str(work._replace(model="")): work._replace(model="", peers=()) for work in CPU + GPU}
 

@@ -1,6 +1,5 @@
 """What `fusedstep bench --only host` and `--only cold` run and leave behind; not how fast anything is."""
 
-import atexit
 import json
 
 import pytest
@@ -8,21 +7,11 @@ import torch
 from typer.testing import CliRunner
 
 import fusedstep
-from fusedstep.cli import bodies, cold, host, loops, sharded
+from fusedstep.cli import bodies, cold, host, loops
 from fusedstep.cli.__main__ import app
 from fusedstep.cli.side import Side
 
-from .bench_runs import words_of
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leaves_no_process_group():
-    """The loop over DTensors starts one for the rest of its process, where other tests want their own."""
-    yield
-    if torch.distributed.is_initialized():
-        atexit.unregister(torch.distributed.destroy_process_group)
-        torch.distributed.destroy_process_group()
-        sharded._mesh.cache_clear()
+from .bench_runs import leaves_no_process_group, words_of  # noqa: F401
 
 
 @pytest.fixture
