@@ -4,6 +4,11 @@ import inspect
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fusedstep
 from fusedstep.rules import rule
@@ -63,7 +68,24 @@ def test_a_group_refines_the_states_of_all():
     optimizer.step()
     assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
     assert optimizer.state[p]["exp_avg_codes"].dtype == torch.int8
-    assert all("state_dtype" not in group for group in optimizer.state_dict()["param_groups"])
+    # plain values, which checkpoints can hold
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["state_dtype"] == {"exp_avg": "int8"}
+    assert optimizer.param_groups[0]["state_dtype"] == {"exp_avg": torch.int8}
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["state_dtype"] == {"exp_avg": torch.int8}
+
+
+@pytest.mark.parametrize("dtype", ["float32", {"exp_avg": "int8"}])
+def test_a_checkpoint_may_hold_all_of_a_group_with_dtypes_of_its_own(dtype):
+    model = torch.nn.Linear(64, 64)
+    optimizer = fusedstep.AdamW([{"params": model.parameters(), "state_dtype": dtype}], state_dtype="int8")
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(model, optimizer, saved, options=options)
+    optimizer.step()
 
 
 def test_masters_are_not_expanded_while_parameters_are_averages():

@@ -131,4 +131,5 @@ def expanded(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     for key, p in zip(keys, params, strict=True):
         if isinstance(states.get(key), dict):
             expand(p, states[key], names)
-    return {**state_dict, "state": states}
+    groups = [{k: v for k, v in g.items() if k not in IN_GROUPS} for g in state_dict["param_groups"]]
+    return {**state_dict, "state": states, "param_groups": groups}

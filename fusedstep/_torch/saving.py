@@ -7,11 +7,18 @@ from typing import Any
 import torch
 
 from .._memory.ranks import UnpicklableGroup
-from .._memory.storage import AS_PARAMETER, IN_GROUPS, Storage
+from .._memory.storage import AS_PARAMETER, Storage
 from .checkpoint import expanded, loadable, unpack
 
 # arguments that are process groups
 _GROUPS = ("norm_group", "divide_among")
+
+
+def _names_of(dtypes: Any) -> Any:
+    """Plain values, which every checkpoint can hold."""
+    if isinstance(dtypes, dict):
+        return {name: _names_of(dtype) for name, dtype in dtypes.items()}
+    return None if dtypes is None else str(dtypes).removeprefix("torch.")
 
 
 class Saving(torch.optim.Optimizer):
@@ -32,10 +39,12 @@ class Saving(torch.optim.Optimizer):
     unsaved_steps: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch has it. How states are stored is no part of it: that is for whoever loads it to choose."""
+        """As torch has it, with the dtypes of a group's states by their names."""
         saved = super().state_dict()
-        groups = [{k: v for k, v in g.items() if k not in IN_GROUPS} for g in saved["param_groups"]]
-        return {**saved, "param_groups": groups}
+        for group in saved["param_groups"]:
+            if "state_dtype" in group:
+                group["state_dtype"] = _names_of(group["state_dtype"])
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._refuse_averages("load_state_dict")
